@@ -104,12 +104,20 @@ class KVPool:
         if self.v is not None:
             layers, slots, self.v_row_shape = self._check("v", self.v)
             first_v = self.v if isinstance(self.v, Tensor) else self.v[0]
-            if (layers, slots, self.v_row_shape[:-1]) != (self.num_layers, self.num_slots, self.row_shape[:-1]):
+            if (layers, slots, self.v_row_shape[:-1]) != (
+                self.num_layers,
+                self.num_slots,
+                self.row_shape[:-1],
+            ):
                 raise _bad("v", f"k's shape but for the last dim, {_shape(self.k)}", _shape(self.v))
             if (first_v.dtype, first_v.device) != (self.dtype, self.device):
-                raise _bad("v", f"{self.dtype} on {self.device}, like k", f"{first_v.dtype} on {first_v.device}")
-        self.pinned = self.device.type == "cpu" and self.num_slots > 0 and all(
-            t.is_pinned() for half in (self.k, self.v) if half is not None for t in _tensors(half)
+                raise _bad(
+                    "v", f"{self.dtype} on {self.device}, like k", f"{first_v.dtype} on {first_v.device}"
+                )
+        self.pinned = (
+            self.device.type == "cpu"
+            and self.num_slots > 0
+            and all(t.is_pinned() for half in (self.k, self.v) if half is not None for t in _tensors(half))
         )
         self._planes = tuple(self._plane(half) for half in (self.k, self.v) if half is not None)
         self.key = (
@@ -128,7 +136,12 @@ class KVPool:
                 raise _bad(name, "a tensor or a non-empty sequence of tensors", _describe(half))
             one = half[0]
             for i, t in enumerate(half):
-                if (t.shape, t.dtype, t.device, t.stride()) != (one.shape, one.dtype, one.device, one.stride()):
+                if (t.shape, t.dtype, t.device, t.stride()) != (
+                    one.shape,
+                    one.dtype,
+                    one.device,
+                    one.stride(),
+                ):
                     raise _bad(f"{name}[{i}]", f"layer 0's {_describe(one)}", _describe(t))
             shape, strides = (len(half), *one.shape), (1, *one.stride())
         elif isinstance(half, Tensor):
@@ -156,7 +169,9 @@ class KVPool:
         else:
             pages, layers, page, row = shape[0], shape[3], shape[2], (shape[1], shape[4])
         if page != self.page_size:
-            raise _bad("page_size", f"{page}, which the tensor's shape {_shape(half)} says", str(self.page_size))
+            raise _bad(
+                "page_size", f"{page}, which the tensor's shape {_shape(half)} says", str(self.page_size)
+            )
         return layers, pages * page, row
 
     def _plane(self, half: Tensor | tuple[Tensor, ...]) -> Plane:
@@ -200,7 +215,9 @@ class KVPool:
         return view(self.k), None if self.v is None else view(self.v)
 
     @classmethod
-    def host_like(cls, pool: KVPool, slots: int, layout: str = "page_first", page_size: int | None = None) -> KVPool:
+    def host_like(
+        cls, pool: KVPool, slots: int, layout: str = "page_first", page_size: int | None = None
+    ) -> KVPool:
         """A host pool for the same rows as `pool`, pinned where an accelerator is there to need it.
 
         Args:
@@ -291,12 +308,16 @@ class SlotAllocator:
             raise _bad("tokens", "an int >= 0", str(tokens))
         need = -(-tokens // self.page_size)
         if need > sum(self._runs.values()):
-            raise HalError(f"hal: SlotAllocator: {tokens} slots asked for, {self.available} free; free some first")
+            raise HalError(
+                f"hal: SlotAllocator: {tokens} slots asked for, {self.available} free; free some first"
+            )
         taken: list[tuple[int, int]] = []
         while need:
             fitting = [start for start, n in self._runs.items() if n >= need]
-            start = min(fitting, key=lambda s: (self._runs[s], s)) if fitting else max(
-                self._runs, key=lambda s: (self._runs[s], -s)
+            start = (
+                min(fitting, key=lambda s: (self._runs[s], s))
+                if fitting
+                else max(self._runs, key=lambda s: (self._runs[s], -s))
             )
             n = min(need, self._runs[start])
             self._take(start, n)

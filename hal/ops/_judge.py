@@ -1,0 +1,129 @@
+"""What a result may be, and whether it is: the bound of the conformance suite, in one place.
+
+A float result is right where it lies between the correctly rounded ``value - slack`` and the
+correctly rounded ``value + slack``, `value` being the float64 truth. Rounding is monotone, so that
+is "within half an ulp of the output dtype, plus slack" without having to say what an ulp is next to
+a power of two, a subnormal or the overflow threshold. No slack: the one correctly rounded number.
+
+The slack for RoPE is 8 * 2^-24 * sum|terms|: fp32 products, their sum with or without contraction,
+and a division by a scale within 2 ulp. Nothing outside this file may widen it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hal.ops._spec import FP8
+
+ROPE_SLACK = 8 * 2.0**-24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that an element may be.
+
+    Args:
+        value: float64, or, where `slack` is None, the result's own dtype.
+        slack: float64, absolute; None: bit for bit.
+    """
+
+    value: Tensor
+    slack: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Want:
+    """What one result must be.
+
+    Args:
+        named: bool, the result's shape: the elements that the contract names. All others must stay
+            bytewise as they were.
+        candidates: a named element must be right by one of them (several: equal slots in one call).
+        fields: for an argument that is a `KVPool`: ``"k"``, ``"v"`` -> `Want` of each layer-stacked half.
+    """
+
+    named: Tensor
+    candidates: tuple[Candidate, ...] = ()
+    fields: dict[str, Want] = field(default_factory=dict)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest finite number of a float dtype."""
+    return float(torch.finfo(dtype).max)
+
+
+def to_odd_fp32(x: Tensor) -> Tensor:
+    """float64 -> float32, rounded to odd, so that a second rounding to fewer bits is a correct one."""
+    y = x.to(torch.float32)
+    back = y.to(torch.float64)
+    even = (y.view(torch.int32) & 1) == 0
+    inexact = torch.isfinite(x) & (back != x) & even
+    toward = torch.where(back < x, torch.inf, -torch.inf).to(torch.float32)
+    return torch.where(inexact, torch.nextafter(y, toward), y)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 -> `dtype`, to nearest even, once. The fp8 dtypes saturate; NaN stays NaN."""
+    if dtype == torch.float64:
+        return x
+    if dtype == torch.float32:
+        return x.to(dtype)
+    if dtype in FP8:
+        return to_odd_fp32(x.clamp(-largest(dtype), largest(dtype))).to(dtype)
+    return to_odd_fp32(x).to(dtype)
+
+
+def right(out: Tensor, candidate: Candidate) -> Tensor:
+    """bool per element: is `out` what `candidate` allows?"""
+    if candidate.slack is None:
+        return same_bits(out, candidate.value)
+    low = rounded(candidate.value - candidate.slack, out.dtype).to(torch.float64)
+    high = rounded(candidate.value + candidate.slack, out.dtype).to(torch.float64)
+    got = out.to(torch.float32).to(torch.float64) if out.dtype != torch.float64 else out
+    inside = (got >= low) & (got <= high)
+    # inf - inf: the truth is an infinity that any slack around it leaves as it is.
+    inside |= torch.isinf(candidate.value) & (got == rounded(candidate.value, out.dtype).to(torch.float64))
+    return inside | (torch.isnan(got) & torch.isnan(candidate.value))
+
+
+def right_any(out: Tensor, want: Want) -> Tensor:
+    """bool per element: right by one candidate, or not named."""
+    ok = ~want.named
+    for candidate in want.candidates:
+        ok = ok | right(out, candidate)
+    return ok
+
+
+def headroom(out: Tensor, want: Want) -> float:
+    """The largest error in units of the bound (half an ulp at the truth, plus slack); 0 for exact results."""
+    worst = 0.0
+    floats = [c for c in want.candidates if c.slack is not None]
+    if not floats or not bool(want.named.any()):
+        return worst
+    got = out.to(torch.float32).to(torch.float64) if out.dtype != torch.float64 else out
+    best = torch.full(out.shape, torch.inf, dtype=torch.float64)
+    for c in floats:
+        assert c.slack is not None
+        value = c.value.clamp(-largest(out.dtype), largest(out.dtype)) if out.dtype in FP8 else c.value
+        ratio = (got - value).abs() / (half_ulp(value, out.dtype) + c.slack)
+        usable = torch.isfinite(value) & torch.isfinite(got)
+        best = torch.minimum(best, torch.where(usable, ratio, torch.zeros_like(ratio)))
+    return float(best[want.named].max())
+
+
+def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the spacing of `dtype` at float64 `x`."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(x.abs().clamp(min=float(info.smallest_normal)))
+    return torch.ldexp(torch.full_like(x, float(info.eps) / 2), exponent - 1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """bool per element: the same bits (any NaN equals only the same NaN, -0 is not 0)."""
+    if a.dtype != b.dtype:
+        raise TypeError(f"comparing the bits of {a.dtype} with {b.dtype}")
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return a.contiguous().view(ints) == b.contiguous().view(ints)

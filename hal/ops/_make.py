@@ -1,0 +1,82 @@
+"""What the ops' `make` functions share: seeded tensors, odd index values, views that overlap nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = {"i32": torch.int32, "i64": torch.int64}
+FLOAT_DTYPES = {
+    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+FAR = 2**29 + 64
+"""A row stride that puts the fifth row beyond 2^31 elements."""
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randint(g: torch.Generator, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+    """int64 in [low, high); zeros where the interval is empty."""
+    if high <= low:
+        return torch.zeros(shape, dtype=torch.int64)
+    return torch.randint(low, high, shape, generator=g)
+
+
+def floats(g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, specials: bool = False) -> Tensor:
+    """Normal numbers; with `specials`, a few NaN, +-Inf, zeros and subnormals among them."""
+    x = torch.randn(shape, generator=g)
+    if specials and x.numel():
+        flat = x.view(-1)
+        odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 500.0, -70000.0])
+        where = torch.randint(0, flat.numel(), (max(8, flat.numel() // 16),), generator=g)
+        flat[where] = odd[torch.arange(where.numel()) % odd.numel()]
+    return x.to(dtype)
+
+
+def odd_indices(index: Tensor, limit: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """`index` in `dtype`, with a part of it made odd.
+
+    ``valid`` as it is; ``skip`` every other one -1; ``none`` all -1; ``edge`` the values just outside and
+    just inside [0, limit); ``extreme`` also the smallest and largest of the dtype; ``equal`` all the same.
+    """
+    out = index.clone()
+    info = torch.iinfo(dtype)
+    n = out.numel()
+    if kind == "skip":
+        out[::2] = -1
+    elif kind == "none":
+        out.fill_(-1)
+    elif kind == "equal":
+        out = out[:1].expand(n).clone()
+    elif kind in ("edge", "extreme"):
+        odd = [limit, -1, limit - 1, 0, limit + 1, -2]
+        if kind == "extreme":
+            odd = [info.max, info.min, limit, info.max - 1, -1, info.min + 1, limit - 1]
+            if dtype == torch.int64:
+                odd += [2**31, 2**32, 2**32 + 1, -(2**32)]
+        for i, value in enumerate(odd):
+            if 2 * i < n:
+                out[2 * i] = value
+    elif kind != "valid":
+        raise ValueError(f"kind of indices: {kind!r}")
+    return out.to(dtype)
+
+
+def row_view(rows: Tensor, kind: str) -> Tensor:
+    """`rows` [n, m] as ``plain``; a ``strided`` view into wider rows; ``far``: rows 2^29 elements apart."""
+    if kind == "plain":
+        return rows
+    n, m = rows.shape
+    wide = m + 13 if kind == "strided" else FAR
+    view = torch.empty_strided((n, m), (wide, 1), dtype=rows.dtype)
+    view.copy_(rows)
+    return view
+
+
+def cache_rows(cache: Tensor) -> Tensor:
+    """A paged or plain cache as a contiguous copy [slots, H, D]."""
+    return cache.reshape(-1, *cache.shape[-2:]) if cache.ndim == 4 else cache.contiguous()

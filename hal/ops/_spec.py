@@ -1,0 +1,482 @@
+"""`OpSpec`: the one source of an op's truth, and `Signature`: what selection may know of a call.
+
+An op's file declares its arguments once, as data. From that come the argument checks, the selection
+key, the rendering in error texts, and the cases of the conformance suite.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError
+from hal.kvpool import KVPool
+
+if TYPE_CHECKING:
+    from hal.ops._judge import Want
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INDEX = (torch.int32, torch.int64)
+
+SHORT: dict[torch.dtype, str] = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "i8", torch.int16: "i16",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+"""The names of dtypes in error texts and on the command line."""
+
+
+# --- how an op declares its arguments ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument.
+
+    Args:
+        dims: dim names, e.g. ``"n q_heads head_dim"``; several alternatives are separated by ``|``.
+            A name is one size across all arguments.
+        dtypes: those allowed; or the name of another argument whose dtype this one must have.
+        stride: ``contiguous``; ``inner`` (last dim contiguous, the rest free); ``any``.
+        optional: None is allowed.
+        mutated: the op writes to it.
+    """
+
+    dims: str
+    dtypes: tuple[torch.dtype, ...] | str
+    stride: str = "contiguous"
+    optional: bool = False
+    mutated: bool = False
+
+    @cached_property
+    def alternatives(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(a.split()) for a in self.dims.split("|"))
+
+
+@dataclass(frozen=True)
+class PoolArg:
+    """A `KVPool` argument."""
+
+    mutated: bool = False
+
+
+@dataclass(frozen=True)
+class ScaleArg:
+    """A float, or a one-element float32 tensor on the call's device, or None."""
+
+
+@dataclass(frozen=True)
+class ValueArg:
+    """A plain value. `choices` lists those allowed; without, the op's own check looks at it."""
+
+    choices: tuple[Any, ...] = ()
+
+
+Arg = TensorArg | PoolArg | ScaleArg | ValueArg
+
+
+# --- what selection sees ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSig:
+    """What selection sees of a tensor. ``shape`` has None for every dim that is not static."""
+
+    dtype: torch.dtype
+    device: str
+    shape: tuple[int | None, ...]
+    stride: str
+    """``contiguous``, ``inner`` (last dim contiguous), or ``strided``."""
+    aligned: bool
+    """The data start on a 16-byte boundary."""
+    index: int | None = None
+    example: tuple[int, ...] = ()
+    """The sizes of the call that was shown, for error texts alone: `supports` must not read them."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __str__(self) -> str:
+        where = self.device if self.index is None else f"{self.device}:{self.index}"
+        return f"{SHORT.get(self.dtype, str(self.dtype))}[{','.join(map(str, self.example))}]@{where}"
+
+
+@dataclass(frozen=True)
+class PoolSig:
+    """What selection sees of a `KVPool`."""
+
+    layout: str
+    device: str
+    dtype: torch.dtype
+    page_size: int
+    row_shape: tuple[int, ...]
+    v_row_shape: tuple[int, ...] | None
+    num_layers: int
+    list_of_layers: bool
+    pinned: bool
+
+    def __str__(self) -> str:
+        row = "x".join(map(str, self.row_shape))
+        return f"KVPool({self.layout},{SHORT.get(self.dtype, str(self.dtype))}[{row}]@{self.device})"
+
+
+class Signature(Mapping[str, Any]):
+    """A call as selection sees it: dtypes, device types, ranks, static dims, stride and alignment
+    classes, keyword values. Never a batch size, a number of tokens or of slots.
+
+    ``sig["q"]`` is a `TensorSig`, `PoolSig`, None, or a plain value (for a scale: ``"float"`` or a
+    `TensorSig`). ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
+    """
+
+    __slots__ = ("_args", "device", "dims", "index", "op")
+
+    def __init__(
+        self, op: str, args: Mapping[str, Any], device: str, index: int | None, dims: Mapping[str, int]
+    ):
+        self.op = op
+        self._args = dict(args)
+        self.device = device
+        self.index = index
+        self.dims = dict(dims)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._args[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._args)
+
+    def __len__(self) -> int:
+        return len(self._args)
+
+    def __str__(self) -> str:
+        shown = [f"{n}={v}" for n, v in self._args.items() if isinstance(v, TensorSig | PoolSig)]
+        return f"{self.op}({', '.join(shown)})"
+
+    __repr__ = __str__
+
+
+# --- the op -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input of the conformance suite: parameters for `OpSpec.make`.
+
+    Args:
+        name: unique within the op.
+        params: keyword arguments for `OpSpec.make`.
+        tag: ``required``, or ``feature:<name>``.
+        control: for a no-op sample (nothing may be written), the name of the non-empty sample beside it.
+        large: offsets beyond 2^31 elements; runs only where memory allows.
+    """
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    tag: str = "required"
+    control: str | None = None
+    large: bool = False
+
+
+@dataclass(frozen=True)
+class ErrorSample:
+    """An input that must raise `ArgumentError` naming `argument`, with nothing written."""
+
+    name: str
+    argument: str
+    make: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class OpSpec:
+    """The contract of one op.
+
+    Args:
+        reference: plain torch, any device, never syncs. Its signature is the op's, its docstring the
+            op's documentation.
+        args: every parameter, in the signature's order.
+        oracle: arguments before the call -> what each mutated argument, and ``"return"``, must be.
+        make: ``make(seed=0, **params)`` -> arguments by name, on the CPU.
+        samples: the inputs of the conformance suite.
+        errors: inputs that must be refused.
+        static: dim names that selection may know.
+        check: the rules that `args` can't say, on metadata alone; gets the arguments and the dims.
+        check_sizes: those of them that hold of dynamic sizes; run on every checked call.
+        check_values: reads index values (HAL_CHECKS=full); raises on one out of range.
+        ragged: parameter of `make` -> inclusive int range or choices, for property tests.
+        core: a backend must have it to be certified.
+    """
+
+    reference: Callable[..., Any]
+    args: Mapping[str, Arg]
+    oracle: Callable[[Mapping[str, Any]], dict[str, Want]]
+    make: Callable[..., dict[str, Any]]
+    samples: Sequence[Sample]
+    errors: Sequence[ErrorSample] = ()
+    static: frozenset[str] = frozenset()
+    check: Callable[[Mapping[str, Any], Mapping[str, int]], None] | None = None
+    check_sizes: Callable[..., None] | None = None
+    check_values: Callable[[Mapping[str, Any]], None] | None = None
+    ragged: Mapping[str, tuple[int, int] | Sequence[Any]] = field(default_factory=dict)
+    core: bool = False
+
+    def __post_init__(self) -> None:
+        if list(self.args) != list(self.signature.parameters):
+            raise TypeError(f"{self.name}: args {list(self.args)} are not the signature's {self.signature}")
+        names = [s.name for s in self.samples]
+        if len(set(names)) != len(names):
+            raise TypeError(f"{self.name}: two samples have one name")
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference)
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.reference) or ""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The optional features that the samples name, sorted."""
+        return tuple(sorted({s.tag.removeprefix("feature:") for s in self.samples if s.tag != "required"}))
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        return tuple(n for n, a in self.args.items() if isinstance(a, TensorArg | PoolArg) and a.mutated)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Arguments by name, defaults filled in; a `TypeError` like Python's own otherwise."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as e:
+            raise TypeError(f"{self.name}() {e}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    # --- signature and key ---
+
+    def sign(self, values: Mapping[str, Any]) -> Signature:
+        """The `Signature` of a call; an error if it has tensors on two accelerators."""
+        dims: dict[str, int] = {}
+        sig: dict[str, Any] = {}
+        accel: dict[tuple[str, int | None], str] = {}
+        for name, arg in self.args.items():
+            value = values[name]
+            if isinstance(arg, PoolArg) and isinstance(value, KVPool):
+                sig[name] = PoolSig(value.layout, value.device.type, *value.key[2:])
+                found = value.device
+            elif isinstance(value, Tensor):
+                sig[name] = self._tensor_sig(arg, value, dims)
+                found = value.device
+            else:
+                sig[name] = "float" if isinstance(arg, ScaleArg) and value is not None else value
+                continue
+            if found.type != "cpu":
+                accel.setdefault((found.type, found.index), name)
+        if len(accel) > 1:
+            (a, first), (b, second) = list(accel.items())[:2]
+            raise ArgumentError(self.name, second, f"{_place(a)}, like {first}", _place(b))
+        device, index = next(iter(accel), ("cpu", None))
+        return Signature(self.name, sig, device, index, dims)
+
+    def _tensor_sig(self, arg: Arg, t: Tensor, dims: dict[str, int]) -> TensorSig:
+        names = self._dims_of(arg, t.ndim)
+        for d, size in zip(names, t.shape, strict=False):
+            if d in self.static:
+                dims.setdefault(d, size)
+        shape = tuple(
+            n if i < len(names) and names[i] in self.static else None for i, n in enumerate(t.shape)
+        )
+        stride = "contiguous" if t.is_contiguous() else stride_class(t)
+        aligned = t.is_meta or not t.data_ptr() & 15
+        return TensorSig(t.dtype, t.device.type, shape, stride, aligned, t.device.index, tuple(t.shape))
+
+    @staticmethod
+    def _dims_of(arg: Arg, ndim: int) -> tuple[str, ...]:
+        if not isinstance(arg, TensorArg):
+            return ()
+        return next((a for a in arg.alternatives if len(a) == ndim), ())
+
+    def key_source(self) -> str:
+        """Python source of the tuple that determines `sign`'s result, in terms of the parameters.
+
+        Lean on purpose: it is evaluated on every dispatched call. It uses the name ``_stride`` for
+        `stride_class` and ``_scale`` for `scale_key`.
+        """
+        parts: list[str] = []
+        for name, arg in self.args.items():
+            if isinstance(arg, PoolArg):
+                parts.append(f"{name}.key")
+            elif isinstance(arg, ScaleArg):
+                parts.append(f"None if {name} is None else _scale({name})")
+            elif isinstance(arg, ValueArg):
+                # Ranges and the like are values that no `supports` may look into.
+                parts.append(name if arg.choices else f"{name} is None")
+            else:
+                one = self._tensor_key(name, arg)
+                parts.append(
+                    f"None if {name} is None else ({', '.join(one)})" if arg.optional else ", ".join(one)
+                )
+        return "(" + ", ".join(parts) + ")"
+
+    def _tensor_key(self, name: str, arg: TensorArg) -> list[str]:
+        keys = [f"{name}.dtype", f"{name}.device"]
+        dynamic = [
+            max((i for i, d in enumerate(a) if d not in self.static), default=-1) for a in arg.alternatives
+        ]
+        if all(last == len(a) - 1 for last, a in zip(dynamic, arg.alternatives, strict=True)):
+            keys.append(f"{name}.ndim")
+        elif all(last <= 0 for last in dynamic):
+            keys.append(f"{name}.shape[{dynamic[0] + 1}:]")
+        else:
+            keys += [f"{name}.ndim", f"{name}.shape[{min(dynamic) + 1}:]"]
+        keys.append(f"{name}.is_contiguous() or _stride({name})")
+        if not set(arg.dtypes) <= set(INDEX) or arg.stride != "contiguous":
+            keys.append(f"{name}.data_ptr() & 15 == 0")
+        return keys
+
+    def sizes_source(self) -> str:
+        """Python source of an expression that is true where the dynamic sizes of a call disagree."""
+        where: dict[str, list[str]] = {}
+        for name, arg in self.args.items():
+            if isinstance(arg, TensorArg) and not arg.optional:
+                for d in {a[0] for a in arg.alternatives}:
+                    where.setdefault(d, []).append(f"{name}.shape[0]")
+        tests = [" == ".join(w) for d, w in where.items() if d not in self.static and len(w) > 1]
+        for name, arg in self.args.items():
+            if isinstance(arg, TensorArg) and arg.optional:
+                for a in arg.alternatives:
+                    if len(arg.alternatives) == 1 and a[0] in where:
+                        tests.append(f"({name} is None or {name}.shape[0] == {where[a[0]][0]})")
+        return f"not ({' and '.join(tests)})" if tests else "False"
+
+    # --- checks ---
+
+    def check_call(self, values: Mapping[str, Any]) -> None:
+        """Every rule on metadata: types, dtypes, ranks, sizes, strides, devices, the op's own.
+
+        Raises:
+            ArgumentError: naming the first argument that breaks the contract.
+        """
+        dims: dict[str, tuple[int, str]] = {}
+        for name, arg in self.args.items():
+            self._check_one(name, arg, values, dims)
+        device = self.sign(values)
+        if not any(isinstance(a, PoolArg) for a in self.args.values()):
+            for name, arg in self.args.items():
+                v = values[name]
+                if (
+                    isinstance(v, Tensor)
+                    and isinstance(arg, TensorArg | ScaleArg)
+                    and v.device.type != device.device
+                ):
+                    raise ArgumentError(
+                        self.name, name, f"a tensor on {_place((device.device, device.index))}, the call's device",
+                        f"one on {v.device}",
+                    )  # fmt: skip
+        if self.check is not None:
+            self.check(values, {d: size for d, (size, _) in dims.items()})
+        if self.check_sizes is not None:
+            self.check_sizes(*values.values())
+
+    def _check_one(
+        self, name: str, arg: Arg, values: Mapping[str, Any], dims: dict[str, tuple[int, str]]
+    ) -> None:
+        value = values[name]
+
+        def bad(expected: str, got: str) -> ArgumentError:
+            return ArgumentError(self.name, name, expected, got)
+
+        if isinstance(arg, PoolArg):
+            if not isinstance(value, KVPool):
+                raise bad("a hal.KVPool", _type(value))
+        elif isinstance(arg, ScaleArg):
+            if isinstance(value, Tensor):
+                if value.dtype != torch.float32 or value.numel() != 1:
+                    raise bad("a float or a one-element float32 tensor", describe(value))
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise bad("a float, a one-element float32 tensor, or None", _type(value))
+        elif isinstance(arg, ValueArg):
+            if arg.choices and not any(
+                value is c or (type(value) is type(c) and value == c) for c in arg.choices
+            ):
+                raise bad("one of " + ", ".join(map(repr, arg.choices)), repr(value))
+        elif value is None:
+            if not arg.optional:
+                raise bad("a tensor", "None")
+        elif not isinstance(value, Tensor):
+            raise bad("a tensor", _type(value))
+        else:
+            self._check_tensor(name, arg, value, values, dims)
+
+    def _check_tensor(
+        self,
+        name: str,
+        arg: TensorArg,
+        t: Tensor,
+        values: Mapping[str, Any],
+        dims: dict[str, tuple[int, str]],
+    ) -> None:
+        def bad(expected: str, got: str) -> ArgumentError:
+            return ArgumentError(self.name, name, expected, got)
+
+        if isinstance(arg.dtypes, str):
+            like = values[arg.dtypes]
+            if isinstance(like, Tensor) and t.dtype != like.dtype:
+                raise bad(f"{SHORT.get(like.dtype, like.dtype)}, the dtype of {arg.dtypes}", describe(t))
+        elif t.dtype not in arg.dtypes:
+            raise bad("dtype " + " or ".join(SHORT[d] for d in arg.dtypes), describe(t))
+        names = self._dims_of(arg, t.ndim)
+        if not names:
+            want = " or ".join("[" + ", ".join(a) + "]" for a in arg.alternatives)
+            raise bad(want, describe(t))
+        for i, (d, size) in enumerate(zip(names, t.shape, strict=True)):
+            known = dims.setdefault(d, (size, name))
+            if known[0] != size:
+                raise bad(
+                    f"[{', '.join(names)}] with {d} = {known[0]}, as in {known[1]}",
+                    f"{describe(t)} (dim {i})",
+                )
+        if arg.stride == "contiguous" and not t.is_contiguous():
+            raise bad("a contiguous tensor (hal never copies one for you)", describe(t))
+        if arg.stride == "inner" and not t.is_contiguous() and stride_class(t) != "inner":
+            raise bad("a contiguous last dim", describe(t))
+        if arg.mutated and any(n > 1 and st == 0 for n, st in zip(t.shape, t.stride(), strict=True)):
+            raise bad("no two elements in one place, since the op writes here", describe(t))
+
+
+def stride_class(t: Tensor) -> str:
+    """``inner`` or ``strided``, for a tensor that is not contiguous."""
+    return "inner" if t.ndim and (t.stride()[-1] == 1 or t.shape[-1] == 1) else "strided"
+
+
+def scale_key(scale: Any) -> Any:
+    """The part of a scale that selection may know."""
+    if isinstance(scale, Tensor):
+        return (scale.dtype, scale.device, scale.numel() == 1)
+    return type(scale)
+
+
+def describe(t: Tensor) -> str:
+    """``bf16[64,32,128]@cpu``, with the strides where they are not the plain ones."""
+    text = f"{SHORT.get(t.dtype, str(t.dtype))}[{','.join(map(str, t.shape))}]@{t.device}"
+    return text if t.is_contiguous() else f"{text} strides {tuple(t.stride())}"
+
+
+def _type(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
+
+
+def _place(place: tuple[str, int | None]) -> str:
+    return place[0] if place[1] is None else f"{place[0]}:{place[1]}"

@@ -1,0 +1,200 @@
+"""assign_extend_cache_locs: the slots of the tokens that a batch of requests is about to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.ops._judge import Candidate, Want
+from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
+from hal.ops._torch import in_range
+from hal.ops.get_last_loc import check_range
+
+
+def assign_extend_cache_locs(
+    req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, out: Tensor
+) -> Tensor:
+    """Packs ``req_to_token[r_i, start_i:end_i]`` of every request, one after the other, into `out`.
+
+    ``out[sum(len_j for j < i) + t] = req_to_token[r_i, start_i + t]`` with ``len_i = max(end_i - start_i, 0)``.
+    What would be read outside the table is -1; what is left of `out` becomes -1; nothing is written
+    past `out`, whatever the lengths sum to. The cost is linear in `out`, whatever the skew.
+
+    Args:
+        req_to_token: ``[max_requests, max_context_len]`` int32; may be a row-strided view.
+        req_pool_indices: ``[bs]`` int32 or int64. Any value is safe.
+        start_offsets: ``[bs]`` int32 or int64, the first column of each request. Any value is safe.
+        end_offsets: ``[bs]`` int32 or int64, one past its last. Any value is safe.
+        out: ``[capacity]`` int32 or int64, overwritten whole.
+
+    Returns:
+        `out` itself.
+
+    Raises:
+        ArgumentError: a wrong dtype, rank, length, device or stride.
+
+    Example:
+        >>> import torch, hal
+        >>> table = torch.arange(8, dtype=torch.int32).view(2, 4)
+        >>> out = torch.empty(6, dtype=torch.int64)
+        >>> hal.assign_extend_cache_locs(table, torch.tensor([1, 0]), torch.tensor([1, 0]), torch.tensor([4, 2]), out)
+        tensor([ 5,  6,  7,  0,  1, -1])
+
+    Source: the contract of SGLang's function of the same name, with every index value defined. The
+    reference searches each output's request in the prefix sum of the lengths.
+    """
+    rows, width = req_to_token.shape
+    bs, capacity = start_offsets.shape[0], out.shape[0]
+    if capacity == 0:
+        return out
+    if bs == 0 or rows == 0 or width == 0:
+        return out.fill_(-1)
+    start, end = start_offsets.to(torch.int64), end_offsets.to(torch.int64)
+    length = end - start
+    # end > start with a difference below 0 has wrapped: it is longer than any `out`. No request
+    # needs more than `capacity`, and with that the sum can't wrap either.
+    length = torch.where(end > start, torch.where(length < 0, capacity, length.clamp(max=capacity)), 0)
+    stop = length.cumsum(0)
+    t = torch.arange(capacity, device=out.device)
+    i = torch.searchsorted(stop, t, right=True)
+    used = i < bs
+    i = torch.where(used, i, 0)
+    request = req_pool_indices.to(torch.int64)[i]
+    column = start[i] + (t - (stop - length)[i])
+    valid = used & in_range(request, rows) & in_range(column, width)
+    found = req_to_token[torch.where(valid, request, 0), torch.where(valid, column, 0)]
+    return out.copy_(torch.where(valid, found, -1))
+
+
+def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    table, out = a["req_to_token"], a["out"]
+    rows, width = table.shape
+    capacity = out.shape[0]
+    want: list[int] = []
+    lists = (a[n].tolist() for n in ("req_pool_indices", "start_offsets", "end_offsets"))
+    for r, start, end in zip(*lists, strict=True):
+        if len(want) >= capacity:
+            break
+        row = table[r].tolist() if 0 <= r < rows else []
+        stop = min(end, start + capacity - len(want))
+        want += [row[c] if 0 <= c < width and row else -1 for c in range(start, stop)]
+    value = torch.tensor(want + [-1] * (capacity - len(want)), dtype=out.dtype)
+    full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
+    return {"out": full, "return": full}
+
+
+def _make(
+    seed: int = 0,
+    bs: int = 5,
+    requests: int = 9,
+    width: int = 65,
+    longest: int = 16,
+    slack: int = 3,
+    index: str = "i64",
+    offsets: str = "i64",
+    out: str = "i64",
+    view: str = "plain",
+    values: str = "valid",
+    skew: bool = False,
+) -> dict[str, Any]:
+    """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few."""
+    g = generator(seed)
+    table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
+    length = randint(g, 0, min(longest, width) + 1, (bs,))
+    if skew and bs:
+        length.zero_()
+        length[bs // 2] = min(longest, width)
+    start = (torch.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    end = start + length
+    dtype = INDEX_DTYPES[offsets]
+    ends = end.clone()
+    if values == "negative":
+        ends[::2] = start[::2] - 1 - randint(g, 0, 5, (len(ends[::2]),))
+        ends[:1] = torch.iinfo(dtype).min
+    elif values in ("edge", "extreme"):
+        ends = odd_indices(end, width + 1, values, dtype).to(torch.int64).roll(1)
+        start = odd_indices(start, width, values, dtype).to(torch.int64)
+    capacity = max(0, int((end - start).clamp(0, longest).sum()) + slack)
+    fill = randint(g, 0, 2**31 - 1, (capacity,))
+    return {
+        "req_to_token": row_view(table, view),
+        "req_pool_indices": odd_indices(
+            randint(g, 0, requests, (bs,)),
+            requests,
+            "valid" if values == "negative" else values,
+            INDEX_DTYPES[index],
+        ),
+        "start_offsets": start.to(dtype),
+        "end_offsets": ends.to(dtype),
+        "out": fill.to(INDEX_DTYPES[out]),
+    }
+
+
+def _check_values(a: Mapping[str, Any]) -> None:
+    rows, width = a["req_to_token"].shape
+    for name, low, high in (
+        ("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width),
+    ):  # fmt: skip
+        check_range("assign_extend_cache_locs", name, a[name], low, high)
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**_make(bs=3, requests=4, width=8, longest=4), **change}
+
+
+SPEC = OpSpec(
+    assign_extend_cache_locs,
+    core=True,
+    args={
+        "req_to_token": TensorArg("max_requests max_context_len", (torch.int32,), stride="inner"),
+        "req_pool_indices": TensorArg("bs", INDEX),
+        "start_offsets": TensorArg("bs", INDEX),
+        "end_offsets": TensorArg("bs", INDEX),
+        "out": TensorArg("capacity", INDEX, mutated=True),
+    },
+    oracle=_oracle,
+    make=_make,
+    check_values=_check_values,
+    samples=(
+        *(
+            Sample(f"{i}-{p}-{o}", {"index": i, "offsets": p, "out": o})
+            for i, p, o in (("i32", "i32", "i32"), ("i64", "i64", "i64"), ("i32", "i64", "i32"), ("i64", "i32", "i64"))
+        ),
+        Sample("one", {"bs": 1, "longest": 9}),
+        Sample("no-requests", {"bs": 0}),
+        Sample("no-room", {"slack": -10_000}, control="one"),
+        Sample("too-little-room", {"bs": 20, "slack": -30}),
+        Sample("exact-room", {"bs": 20, "slack": 0}),
+        Sample("much-room", {"bs": 3, "slack": 5000}),
+        Sample("past-one-block", {"bs": 1500, "requests": 64, "longest": 5}),
+        Sample("long-row", {"bs": 3, "requests": 3, "width": 9000, "longest": 9000}),
+        Sample("skewed", {"bs": 600, "width": 4000, "longest": 4000, "skew": True}),
+        Sample("strided-table", {"view": "strided", "bs": 40}),
+        Sample("negative-lengths", {"bs": 41, "values": "negative"}),
+        Sample("negative-lengths-i32", {"bs": 41, "values": "negative", "offsets": "i32"}),
+        Sample("edge", {"bs": 40, "values": "edge", "slack": 300}),
+        Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300}),
+        Sample("extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "offsets": "i32", "slack": 300}),
+        Sample("no-rows", {"requests": 0}),
+        Sample("no-columns", {"width": 0}),
+        Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
+    ),
+    errors=(
+        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
+        ErrorSample("out-float", "out", lambda: _small(out=torch.zeros(9))),
+        ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(18, dtype=torch.int64)[::2])),
+        ErrorSample("out-of-rank-2", "out", lambda: _small(out=torch.zeros(3, 3, dtype=torch.int64))),
+        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(9))),
+        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=torch.ones(4, dtype=torch.int64))),
+        ErrorSample("starts-bool", "start_offsets", lambda: _small(start_offsets=torch.ones(3, dtype=torch.bool))),
+    ),
+    ragged={
+        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
+        "index": ("i32", "i64"), "offsets": ("i32", "i64"), "out": ("i32", "i64"), "view": ("plain", "strided"),
+        "values": ("valid", "skip", "negative", "edge", "extreme"),
+    },
+)  # fmt: skip
