@@ -93,7 +93,7 @@ class TensorSig:
     device: str
     shape: tuple[int | None, ...]
     stride: str
-    """``contiguous``, ``inner`` (last dim contiguous), or ``strided``."""
+    """``contiguous``, ``inner`` (last dim contiguous), ``strided``, or ``overlapping`` (an expanded view)."""
     aligned: bool
     """The data start on a 16-byte boundary."""
     index: int | None = None
@@ -450,14 +450,16 @@ class OpSpec:
                 )
         if arg.stride == "contiguous" and not t.is_contiguous():
             raise bad("a contiguous tensor (hal never copies one for you)", describe(t))
-        if arg.stride == "inner" and not t.is_contiguous() and stride_class(t) != "inner":
+        if arg.stride == "inner" and not t.is_contiguous() and stride_class(t) == "strided":
             raise bad("a contiguous last dim", describe(t))
-        if arg.mutated and any(n > 1 and st == 0 for n, st in zip(t.shape, t.stride(), strict=True)):
+        if arg.mutated and not t.is_contiguous() and stride_class(t) == "overlapping":
             raise bad("no two elements in one place, since the op writes here", describe(t))
 
 
 def stride_class(t: Tensor) -> str:
-    """``inner`` or ``strided``, for a tensor that is not contiguous."""
+    """``inner``, ``strided`` or ``overlapping``, for a tensor that is not contiguous."""
+    if any(n > 1 and st == 0 for n, st in zip(t.shape, t.stride(), strict=True)):
+        return "overlapping"
     return "inner" if t.ndim and (t.stride()[-1] == 1 or t.shape[-1] == 1) else "strided"
 
 
@@ -465,7 +467,7 @@ def scale_key(scale: Any) -> Any:
     """The part of a scale that selection may know."""
     if isinstance(scale, Tensor):
         return (scale.dtype, scale.device, scale.numel() == 1)
-    return type(scale)
+    return (type(scale), scale == 0)
 
 
 def describe(t: Tensor) -> str:

@@ -1,0 +1,387 @@
+"""kv_transfer: copies the KV rows of tokens between two pools, over all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError
+from hal.kvpool import KVPool
+from hal.ops._judge import Candidate, Want
+from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops._spec import INDEX, ErrorSample, OpSpec, PoolArg, Sample, TensorArg, ValueArg, describe
+from hal.ops._torch import in_range, store_rows
+from hal.ops.get_last_loc import check_range
+
+METHODS = ("auto", "kernel", "direct")
+
+
+def kv_transfer(
+    src: KVPool,
+    dst: KVPool,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    *,
+    layers: range | None = None,
+    method: str = "auto",
+) -> None:
+    """Copies token rows from slots of one pool to slots of another, for all layers or a range of them.
+
+    ``dst[layer, dst_slots[i]] = src[layer, src_slots[i]]``, bit for bit, in stream order. The pools may be on
+    the device or the host, in different layouts and of different page sizes. A pair in which either slot is
+    -1 or out of range is skipped. Equal `dst_slots`: each element is one of the candidates'. Rows that are
+    both read and written in one call are undefined.
+
+    Args:
+        src: the pool to read. Layers, dtype, row and whether there is a v must be dst's.
+        dst: the pool to write.
+        src_slots: ``[n]`` int32 or int64, on the CPU, or on the device of the pools.
+        dst_slots: ``[n]`` int32 or int64, on the same device as src_slots.
+        layers: which layers, in steps of 1; None for all.
+        method: ``kernel``: a kernel reads and writes the rows, host memory through pinned addresses; with slots
+            on the device it syncs nothing and can be captured. ``direct``: the runtime's batched copies over
+            runs of consecutive slots, staged where rows don't coalesce; slots on the CPU. ``auto``: the
+            better of the two by the cost table of this machine (``hal tune``). Between two host pools all
+            three are the same copy.
+
+    Raises:
+        ArgumentError: pools that don't match, slots on two devices, layers outside the pool, ``direct`` with
+            slots on the device; nothing is copied.
+
+    Example:
+        >>> import torch, hal
+        >>> pool = hal.KVPool(torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 16), layout="layer_first")
+        >>> host = hal.KVPool.host_like(pool, slots=8, layout="page_first")
+        >>> hal.kv_transfer(pool, host, torch.tensor([3, 5]), torch.tensor([0, 1]))
+        >>> torch.equal(host.k[1, 0], pool.k[0, 5])
+        True
+
+    Source: the layouts are those of SGLang's hierarchical cache.
+    """
+    todo = range(src.num_layers) if layers is None else layers
+    if src_slots.shape[0] == 0 or src.num_slots == 0 or dst.num_slots == 0:
+        return
+    valid = in_range(src_slots, src.num_slots) & in_range(dst_slots, dst.num_slots)
+    take = torch.where(valid, src_slots.to(torch.int64), 0)
+    for layer in todo:
+        for a, b in zip(src.layer(layer), dst.layer(layer), strict=True):
+            if a is not None and b is not None:
+                rows = _gather(a, src, take.to(a.device))
+                rows = rows.to(b.device).view(rows.shape[0], *_row_view(b, dst))
+                store_rows(b, dst_slots.to(b.device), valid.to(b.device), rows)
+
+
+def _gather(half: Tensor, pool: KVPool, slots: Tensor) -> Tensor:
+    """``[n, *row]`` of one layer's view."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(half.dtype.itemsize)
+    view = half if bits is None else half.view(bits)
+    paged = pool.layout.startswith("page_") and pool.layout != "page_first"
+    rows = view[slots // pool.page_size, slots % pool.page_size] if paged else view[slots]
+    return rows.contiguous().view(half.dtype)
+
+
+def _row_view(half: Tensor, pool: KVPool) -> tuple[int, ...]:
+    paged = pool.layout.startswith("page_") and pool.layout != "page_first"
+    return tuple(half.shape[2:] if paged else half.shape[1:])
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _bad(argument: str, expected: str, got: str) -> ArgumentError:
+    return ArgumentError("kv_transfer", argument, expected, got)
+
+
+def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    src, dst = a["src"], a["dst"]
+    if dst.num_layers != src.num_layers:
+        raise _bad("dst", f"{src.num_layers} layers, like src", str(dst))
+    if dst.dtype != src.dtype:
+        raise _bad("dst", f"{src.dtype}, src's dtype", str(dst))
+    if (dst.v is None) != (src.v is None):
+        raise _bad("dst", "a v" if src.v is not None else "no v, like src", str(dst))
+    for x, mine, theirs in (("k", src.row_shape, dst.row_shape), ("v", src.v_row_shape, dst.v_row_shape)):
+        if mine is not None and theirs is not None and _row(mine) != _row(theirs):
+            raise _bad("dst", f"{x} rows of {mine}, like src", f"{theirs} in {dst}")
+    accelerators = {p.device for p in (src, dst) if p.device.type != "cpu"}
+    if len(accelerators) > 1:
+        raise _bad("dst", f"a pool on {src.device} or on the host", str(dst))
+    if a["dst_slots"].device != a["src_slots"].device:
+        raise _bad("dst_slots", f"slots on {a['src_slots'].device}, like src_slots", describe(a["dst_slots"]))
+    where = a["src_slots"].device
+    if where.type != "cpu":
+        if where not in accelerators:
+            raise _bad("src_slots", "slots on the CPU or on a pool's device", describe(a["src_slots"]))
+        if a["method"] == "direct":
+            raise _bad("method", "'kernel' or 'auto', since the slots are on the device", "'direct'")
+
+
+def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(1, D) and (D,) are one row."""
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
+
+
+def _check_sizes(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: Any, method: str
+) -> None:
+    if src_slots.shape[0] != dst_slots.shape[0]:
+        raise _bad("dst_slots", f"{src_slots.shape[0]} slots, as many as src_slots", describe(dst_slots))
+    if layers is None:
+        return
+    if not isinstance(layers, range) or layers.step != 1:
+        raise _bad("layers", "a range with step 1, or None for all", repr(layers))
+    if layers and not (0 <= layers.start and layers.stop <= src.num_layers):
+        raise _bad("layers", f"a range within [0, {src.num_layers})", repr(layers))
+
+
+def _check_values(a: Mapping[str, Any]) -> None:
+    check_range("kv_transfer", "src_slots", a["src_slots"], -1, a["src"].num_slots - 1)
+    check_range("kv_transfer", "dst_slots", a["dst_slots"], -1, a["dst"].num_slots - 1)
+
+
+# --- the truth --------------------------------------------------------------------------------------
+
+
+def stacked(half: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """One half of a pool as one tensor: a list of layers is stacked (a copy)."""
+    if not isinstance(half, tuple):
+        return half
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[half[0].dtype.itemsize]
+    return torch.stack([t.view(bits) for t in half]).view(half[0].dtype)
+
+
+def _at(half: Tensor, pool: KVPool, layer: int, slot: int) -> Tensor:
+    """The row of one token, a view, found by the layout's own index order."""
+    page, token = divmod(slot, pool.page_size)
+    if pool.layout == "layer_first":
+        return half[layer, slot]
+    if pool.layout == "page_first":
+        return half[slot, layer]
+    if pool.layout == "page_first_direct":
+        return half[page, layer, token]
+    return half[page, :, token, layer]
+
+
+def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    src, dst = a["src"], a["dst"]
+    todo = range(src.num_layers) if a["layers"] is None else a["layers"]
+    pairs = [
+        (s, d)
+        for s, d in zip(a["src_slots"].tolist(), a["dst_slots"].tolist(), strict=True)
+        if 0 <= s < src.num_slots and 0 <= d < dst.num_slots
+    ]
+    rounds: list[list[tuple[int, int]]] = []
+    seen: dict[int, int] = {}
+    for s, d in pairs:
+        turn = seen[d] = seen.get(d, -1) + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append((s, d))
+    halves = {}
+    for x in ("k", "v"):
+        if getattr(src, x) is None:
+            continue
+        source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.dtype.itemsize]
+        named = torch.zeros(target.shape, dtype=torch.bool)
+        value, candidates = torch.zeros(target.shape, dtype=bits), []
+        for turn_pairs in rounds:
+            value = value.clone()
+            for s, d in turn_pairs:
+                for layer in todo:
+                    row = _at(value, dst, layer, d)
+                    row.copy_(_at(source.view(bits), src, layer, s).reshape(row.shape))
+                    _at(named, dst, layer, d).fill_(True)
+            candidates.append(Candidate(value.view(target.dtype)))
+        halves[x] = Want(named, tuple(candidates))
+    return {"dst": Want(torch.zeros(0, dtype=torch.bool), fields=halves)}
+
+
+# --- samples ----------------------------------------------------------------------------------------
+
+
+def _make(
+    seed: int = 0,
+    n: int = 9,
+    num_layers: int = 3,
+    heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    mla: bool = False,
+    dtype: str = "bf16",
+    src: str = "layer_first",
+    dst: str = "page_first",
+    src_page: int = 4,
+    dst_page: int = 4,
+    src_slots: int = 32,
+    dst_slots: int = 48,
+    slot: str = "i64",
+    layers: tuple[int, int] | None = None,
+    method: str = "auto",
+    order: str = "random",
+    values: str = "valid",
+    view: str = "plain",
+) -> dict[str, Any]:
+    """src, dst: a layout's name, or ``list`` for layer_first as one tensor a layer. order: ``random``, ``runs``
+    (consecutive slots), ``pages`` (whole pages in random order). view: ``plain``, ``padded`` (the outer strides are odd),
+    ``far`` (dst's tokens 2^29 elements apart). mla: rows without heads, no v.
+    """
+    g = generator(seed)
+    kind = FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
+    row = (head_dim,) if mla else (heads, head_dim)
+    v_row = None if mla else (heads, v_head_dim or head_dim)
+    a = _pool(
+        g, src, src_slots, src_page, num_layers, row, v_row, kind, "padded" if view == "padded" else "plain"
+    )
+    b = _pool(g, dst, dst_slots, dst_page, num_layers, row, v_row, kind, view)
+    return {
+        "src": a, "dst": b,
+        "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
+        "dst_slots": _slots(g, n, dst_slots, dst_page, order, "equal" if values == "equal" else "valid" if values == "skip"
+                            else values, INDEX_DTYPES[slot]).roll(1 if values in ("edge", "extreme") else 0),
+        "layers": None if layers is None else range(*layers),
+        "method": method,
+    }  # fmt: skip
+
+
+def _slots(
+    g: torch.Generator, n: int, size: int, page: int, order: str, values: str, dtype: torch.dtype
+) -> Tensor:
+    if order == "runs":
+        base = torch.arange(size)
+    elif order == "pages":
+        base = (torch.randperm(size // page, generator=g).unsqueeze(1) * page + torch.arange(page)).view(-1)
+    else:
+        base = torch.randperm(size, generator=g)
+    index = base[:n] if n <= base.numel() else randint(g, 0, size, (n,))
+    return odd_indices(index, size, "valid" if values == "equal" and dtype is None else values, dtype)
+
+
+def _pool(
+    g: torch.Generator, layout: str, slots: int, page: int, n: int, row: tuple[int, ...], v_row: tuple[int, ...] | None,
+    dtype: torch.dtype, view: str,
+) -> KVPool:  # fmt: skip
+    def fresh(shape: tuple[int, ...]) -> Tensor:
+        raw = torch.randint(
+            0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g
+        ).view(dtype)
+        if view == "plain" or 0 in shape:
+            return raw
+        inner = 1 if layout == "page_head" else len(row)
+        st, step = list(raw.stride()), raw.stride()[-inner] * shape[-inner]
+        for i in range(len(shape) - inner - 1, -1, -1):
+            st[i] = step = step + 16 if view == "padded" else step
+            step *= shape[i]
+        if view == "far":
+            st[0 if layout != "layer_first" else 1] = FAR
+            if layout == "layer_first":
+                st[0] = st[1] * shape[1]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        out = torch.empty_strided(shape, tuple(st), dtype=bits)
+        return out.copy_(raw.view(bits)).view(dtype)
+
+    def half(r: tuple[int, ...]) -> Tensor | list[Tensor]:
+        if layout == "list":
+            return [fresh((slots, *r)) for _ in range(n)]
+        pages = slots // page
+        if layout == "page_head":
+            h, d = (1, *r)[-2:]
+            return fresh((pages, h, page, n, d))
+        return fresh(
+            {"layer_first": (n, slots, *r), "page_first": (slots, n, *r)}.get(layout) or (pages, n, page, *r)
+        )
+
+    name = "layer_first" if layout == "list" else layout
+    return KVPool(half(row), None if v_row is None else half(v_row), layout=name, page_size=page)
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**_make(n=3), **change}
+
+
+def _other(**change: Any) -> KVPool:
+    return _make(n=3, **change)["dst"]  # type: ignore[no-any-return]
+
+
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def _tag(*layouts: str) -> str:
+    return "feature:page_head" if "page_head" in layouts else "required"
+
+
+SPEC = OpSpec(
+    kv_transfer,
+    core=True,
+    args={
+        "src": PoolArg(),
+        "dst": PoolArg(mutated=True),
+        "src_slots": TensorArg("n", INDEX),
+        "dst_slots": TensorArg("n_dst", INDEX),
+        "layers": ValueArg(),
+        "method": ValueArg(METHODS),
+    },
+    oracle=_oracle,
+    make=_make,
+    check=_check,
+    check_sizes=_check_sizes,
+    check_values=_check_values,
+    samples=(
+        *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, _tag(a, b)) for a in _LAYOUTS for b in _LAYOUTS),
+        *(
+            Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, _tag(a, b))
+            for a in _LAYOUTS for b in _LAYOUTS
+        ),
+        *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, _tag(b)) for b in _LAYOUTS),
+        *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, _tag(a)) for a in _LAYOUTS),
+        *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
+        *(Sample(f"runs-page-{p}", {"src_page": p, "dst_page": p, "order": "runs", "n": 30}) for p in (1, 16)),
+        *(Sample(f"pages-of-{p}", {"src_page": p, "dst_page": p, "order": "pages", "n": 28}) for p in (4, 16)),
+        Sample("page-3-to-page-16", {"src_page": 3, "src_slots": 33, "dst_page": 16, "dst": "page_first_direct", "n": 20}),
+        Sample("slots-i32", {"slot": "i32"}),
+        Sample("one", {"n": 1}),
+        Sample("empty", {"n": 0}, control="one"),
+        Sample("all-skipped", {"values": "none"}, control="one"),
+        Sample("past-one-block", {"n": 900, "src_slots": 1024, "dst_slots": 1024, "num_layers": 2, "head_dim": 8}),
+        Sample("layer-1-of-3", {"layers": (1, 2)}),
+        Sample("layers-1-2-of-3", {"layers": (1, 3), "dst": "page_first_direct"}),
+        Sample("no-layers", {"layers": (1, 1)}, control="layer-1-of-3"),
+        Sample("skip", {"values": "skip", "n": 21}),
+        Sample("edge", {"values": "edge", "n": 25}),
+        Sample("edge-direct-layout", {"values": "edge", "n": 25, "dst": "page_first_direct", "slot": "i32"}),
+        Sample("extreme", {"values": "extreme", "n": 29}),
+        Sample("equal-dst-slots", {"values": "equal", "n": 4}),
+        Sample("v-head-dim", {"head_dim": 24, "v_head_dim": 16}),
+        Sample("odd-rows", {"head_dim": 3, "heads": 1, "dtype": "u8"}),
+        Sample("padded", {"view": "padded", "src": "page_first", "dst": "layer_first"}),
+        Sample("padded-direct", {"view": "padded", "src": "page_first_direct", "dst": "page_first"}),
+        Sample("no-slots", {"dst_slots": 0, "values": "none"}, control="one"),
+        *(Sample(f"method-{m}", {"method": m, "order": "pages", "n": 24}) for m in ("kernel", "direct")),
+        Sample("far-slots", {"view": "far", "dst_slots": 8, "num_layers": 2, "n": 8}, large=True),
+    ),
+    errors=(
+        ErrorSample("src-a-tensor", "src", lambda: _small(src=torch.zeros(3, 32, 2, 16))),
+        ErrorSample("dst-none", "dst", lambda: _small(dst=None)),
+        ErrorSample("other-layers", "dst", lambda: _small(dst=_other(num_layers=2))),
+        ErrorSample("other-dtype", "dst", lambda: _small(dst=_other(dtype="fp32"))),
+        ErrorSample("other-row", "dst", lambda: _small(dst=_other(head_dim=32))),
+        ErrorSample("no-v", "dst", lambda: _small(dst=_other(mla=True))),
+        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=torch.zeros(2, dtype=torch.int64))),
+        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=torch.zeros(3))),
+        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=torch.zeros(3, 1, dtype=torch.int64))),
+        ErrorSample("layers-a-list", "layers", lambda: _small(layers=[0, 1])),
+        ErrorSample("layers-outside", "layers", lambda: _small(layers=range(2, 4))),
+        ErrorSample("layers-negative", "layers", lambda: _small(layers=range(-1, 2))),
+        ErrorSample("layers-step", "layers", lambda: _small(layers=range(0, 3, 2))),
+        ErrorSample("unknown-method", "method", lambda: _small(method="fast")),
+    ),
+    ragged={
+        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": _LAYOUTS, "dst": _LAYOUTS,
+        "src_page": [1, 3, 16], "dst_page": [1, 3, 16], "src_slots": (48, 48), "dst_slots": (96, 96),
+        "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
+        "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
+    },
+)  # fmt: skip
