@@ -1,12 +1,13 @@
-"""Op contracts. ``spec(name)`` is the `OpSpec` of an op; one file each beside this one.
+"""Op contracts. ``spec(name)`` is the `OpSpec` of one of hal's own ops; one file each beside this one.
 
-Importing this package imports nothing else; an op's file imports torch.
+An op that a plugin brings (hook ``hal_ops``) is called as ``hal.ops.<name>(...)``. Importing this package imports
+nothing else; an op's file imports torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hal.ops._spec import OpSpec
@@ -14,16 +15,26 @@ if TYPE_CHECKING:
 BUILTIN = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 """The ops of hal itself, in the order of the tables that list them."""
 
-_added: dict[str, OpSpec] = {}
-
 
 def spec(name: str) -> OpSpec:
-    """The contract of op `name`.
+    """The contract of one of hal's own ops.
 
     Raises:
         KeyError: there is no such op.
     """
-    if name in BUILTIN:
-        found: OpSpec = import_module(f"hal.ops.{name}").SPEC
-        return found
-    return _added[name]
+    if name not in BUILTIN:
+        raise KeyError(name)
+    found: OpSpec = import_module(f"hal.ops.{name}").SPEC
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module 'hal.ops' has no attribute {name!r}")
+    from hal._errors import SelectionError
+    from hal.registry._dispatch import dispatcher
+
+    try:
+        return dispatcher(name)
+    except SelectionError as e:
+        raise AttributeError(str(e)) from None

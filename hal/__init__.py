@@ -1,0 +1,49 @@
+"""hal: one contract per kernel for LLM serving engines, and the backends that keep it.
+
+Importing this package imports nothing but the standard library; everything else comes when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hal._errors import ArgumentError, BackendError, FallbackWarning, HalError, NoBackendError, SelectionError
+from hal._version import __version__
+
+if TYPE_CHECKING:
+    from hal._api import assign_extend_cache_locs, get_last_loc, kv_transfer, rope_kv_write
+    from hal.kvpool import KVPool, SlotAllocator
+    from hal.registry._dispatch import bind, explain, info, warmup
+    from hal.registry._table import configure, register, reload, unregister, use
+
+__all__ = [
+    "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError", "SelectionError",
+    "SlotAllocator", "__version__", "assign_extend_cache_locs", "bind", "configure", "explain", "get_last_loc", "info",
+    "kv_transfer", "register", "reload", "rope_kv_write", "unregister", "use", "warmup",
+]  # fmt: skip
+
+_LAZY = {
+    "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool",
+    "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._dispatch",
+    "warmup": "hal.registry._dispatch",
+    "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",
+    "unregister": "hal.registry._table", "use": "hal.registry._table",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    from hal.ops import BUILTIN
+
+    if name in BUILTIN:
+        value = import_module("hal.registry._dispatch").dispatcher(name)
+    elif name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    else:
+        raise AttributeError(f"module 'hal' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

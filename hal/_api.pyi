@@ -1,0 +1,47 @@
+"""The signatures of the dispatched ops, for type checkers and editors alone: `hal.<op>` is generated.
+
+A test compares each with its contract.
+"""
+
+from torch import Tensor
+
+from hal.kvpool import KVPool
+
+def get_last_loc(
+    req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, *, backend: str | None = None
+) -> Tensor: ...
+def assign_extend_cache_locs(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    start_offsets: Tensor,
+    end_offsets: Tensor,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    write_k: bool = True,
+    backend: str | None = None,
+) -> None: ...
+def kv_transfer(
+    src: KVPool,
+    dst: KVPool,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    *,
+    layers: range | None = None,
+    method: str = "auto",
+    backend: str | None = None,
+) -> None: ...

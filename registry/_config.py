@@ -1,0 +1,99 @@
+"""Who chose which backend: the one grammar of a choice, and the levels that may make one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from hal._env import did_you_mean
+from hal._errors import SelectionError
+
+_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*(/[A-Za-z0-9_-]+)?")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One level's choice, parsed from ``cpu`` or ``ascend,rope_kv_write=reference``."""
+
+    source: str
+    """Where it came from, as shown in messages: ``HAL_BACKEND=ascend``."""
+    default: str | None
+    per_op: Mapping[str, str]
+
+    def get(self, op: str) -> str | None:
+        return self.per_op.get(op, self.default)
+
+
+def parse(text: str, source: Callable[[str], str]) -> Choice:
+    """A choice from its text. Names are checked against what exists by `verify`.
+
+    Raises:
+        SelectionError: two bare names, an op twice, an empty side, an odd character.
+    """
+    shown = source(text)
+    default: str | None = None
+    per_op: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        op, equals, name = (x.strip() for x in part.partition("="))
+        if not equals:
+            op, name = "", op
+        if not _NAME.fullmatch(name) or (equals and not op):
+            raise SelectionError(
+                f"hal: {shown}: expected BACKEND or OP=BACKEND[/IMPL], separated by commas; got {part!r}"
+            )
+        if equals:
+            if op in per_op:
+                raise SelectionError(f"hal: {shown}: {op} is given twice")
+            per_op[op] = name
+        elif default is not None:
+            raise SelectionError(
+                f"hal: {shown}: two backends for all ops, {default} and {name}; at most one may be bare"
+            )
+        else:
+            default = name
+    return Choice(shown, default, per_op)
+
+
+def verify(choice: Choice, impls: Mapping[str, Collection[str]], ops: Collection[str]) -> None:
+    """Raises a `SelectionError` with did-you-mean where the choice names what does not exist.
+
+    Args:
+        impls: backend -> the full names of its implementations (``cuda``, ``cuda/flashinfer``).
+    """
+    for op in choice.per_op:
+        if op not in ops:
+            raise SelectionError(
+                f"hal: {choice.source}: unknown op {op}{did_you_mean(op, ops)}; known: {', '.join(ops)}"
+            )
+    for name in filter(None, (choice.default, *choice.per_op.values())):
+        known = ("auto", "reference", *impls)
+        backend, slash, _ = name.partition("/")
+        if backend not in known:
+            raise SelectionError(
+                f"hal: {choice.source}: unknown backend {backend}{did_you_mean(backend, known)}; known: {', '.join(known)}"
+            )
+        if slash and name not in impls.get(backend, ()):
+            names = sorted(n for n in impls.get(backend, ()) if "/" in n)
+            raise SelectionError(
+                f"hal: {choice.source}: {backend} has no implementation {name}{did_you_mean(name, names)}"
+                f"; known: {', '.join(names) or 'none with a name of its own'}"
+            )
+
+
+class Scope:
+    """A ``with hal.use(...)`` block: its choice, and the block around it. Compared by identity."""
+
+    __slots__ = ("choice", "outer")
+
+    def __init__(self, choice: Choice, outer: Scope | None) -> None:
+        self.choice = choice
+        self.outer = outer
+
+    def choices(self) -> list[Choice]:
+        """Innermost first."""
+        return [self.choice, *(self.outer.choices() if self.outer else [])]
+
+
+scope: ContextVar[Scope | None] = ContextVar("hal.use", default=None)

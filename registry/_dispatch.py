@@ -1,0 +1,465 @@
+"""The dispatched functions (``hal.rope_kv_write``), `bind`, `explain`, `info` and `warmup`.
+
+A dispatched function is generated from the op's contract: it builds the lean key of the call, finds
+the bound function that was selected for that key, and calls it positionally. Only a call of a new
+kind goes the long way, through checks and selection.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hal import _env
+from hal._errors import ArgumentError, HalError, NoBackendError, SelectionError
+from hal._version import __version__
+from hal.ops._spec import OpSpec, Signature, TensorSig, scale_key, stride_class
+from hal.registry import _config, _select
+from hal.registry._discover import Entry, State, resolve
+from hal.registry._manifest import Impl
+from hal.registry._table import CHECKS, Table, live
+
+if TYPE_CHECKING:
+    from hal.registry._select import Explanation
+
+_TEMPLATE = """
+def {name}({params}backend=None):
+    table = live.table
+    run = None
+    if table is not None:
+        try:
+            run = table.caches[{name!r}].get((backend, scope(), {key}))
+        except Exception:
+            pass
+    if run is None:
+        return first({arguments}, backend)
+    if table.checks and ({sizes}){recheck}:
+        again(table, {arguments})
+    return run({call})
+"""
+_KEY = """
+def key({params}backend=None):
+    return (backend, scope(), {key})
+"""
+
+
+def dispatcher(op: str) -> Callable[..., Any]:
+    """The dispatched function of an op: the contract's signature, and ``backend=``.
+
+    Raises:
+        SelectionError: there is no such op.
+    """
+    spec = live.current().spec(op)
+    names = list(spec.args)
+    params = _parameters(spec)
+    sizes = spec.sizes_source()
+    recheck = " or table.checks == 2" if spec.check_sizes is None else " or True"
+    call = ", ".join(
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
+        for p in spec.signature.parameters.values()
+    )
+    namespace: dict[str, Any] = {
+        "live": live,
+        "scope": _config.scope.get,
+        "_stride": stride_class,
+        "_scale": scale_key,
+    }
+    # Two steps: `first` needs the key function, and the dispatched function needs `first`.
+    exec(_KEY.format(params=params, key=spec.key_source()), namespace)
+    key = namespace["key"]
+
+    def first(*args: Any) -> Any:
+        *values, backend = args
+        return _first(spec, dict(zip(names, values, strict=True)), backend, key)
+
+    def again(table: Table, *values: Any) -> None:
+        if sizes_differ(*values):
+            spec.check_call(dict(zip(names, values, strict=True)))
+        elif spec.check_sizes is not None:
+            spec.check_sizes(*values)
+        if table.checks == 2:
+            _check_values(spec, dict(zip(names, values, strict=True)))
+
+    exec(f"def sizes_differ({', '.join(names)}): return {sizes}", namespace)
+    sizes_differ = namespace["sizes_differ"]
+    namespace.update(first=first, again=again)
+    source = _TEMPLATE.format(
+        name=spec.name,
+        params=params,
+        key=spec.key_source(),
+        arguments=", ".join(names),
+        sizes=sizes,
+        recheck=recheck,
+        call=call,
+    )
+    exec(compile(source, f"<hal dispatch of {spec.name}>", "exec"), namespace)
+    fn: Callable[..., Any] = namespace[spec.name]
+    fn.__doc__ = spec.doc
+    fn.__module__ = "hal"
+    extra = inspect.Parameter(
+        "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
+    )
+    fn.__signature__ = spec.signature.replace(parameters=[*spec.signature.parameters.values(), extra])  # type: ignore[attr-defined]
+    return fn
+
+
+def _parameters(spec: OpSpec) -> str:
+    """The signature's parameters as source, ending in the star that makes ``backend`` keyword-only."""
+    out = []
+    star = False
+    for p in spec.signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not star:
+            out.append("*")
+            star = True
+        if p.default is p.empty:
+            out.append(p.name)
+        elif p.default is None or isinstance(p.default, bool | int | float | str):
+            out.append(f"{p.name}={p.default!r}")
+        else:
+            raise TypeError(f"{spec.name}: the default of {p.name} is {p.default!r}; expected a plain value")
+    return ", ".join([*out, *([] if star else ["*"]), ""])
+
+
+def _first(spec: OpSpec, values: dict[str, Any], backend: Any, key: Callable[..., Any]) -> Any:
+    """A call of a new kind: check, select, remember, run."""
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(spec.name, "backend", "a backend's name, e.g. 'cpu', or None", repr(backend))
+    table = live.current()
+    if table.checks:
+        spec.check_call(values)
+        if table.checks == 2:
+            _check_values(spec, values)
+    sig = spec.sign(values)
+    run = _select.select(table, spec, sig, table.levels(backend, _config.scope.get())).run
+    table.caches[spec.name][key(**values, backend=backend)] = run
+    return run(**values)
+
+
+def _check_values(spec: OpSpec, values: Mapping[str, Any]) -> None:
+    """Index values, unless a graph is being captured: reading one would sync."""
+    if spec.check_values is not None and not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ):
+        spec.check_values(values)
+
+
+class Bound:
+    """A frozen namespace of functions, by op: ``hal.bind``'s result."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], lacking: Mapping[str, str]) -> None:
+        self.__dict__.update(functions)
+        object.__setattr__(self, "_lacking", dict(lacking))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a bound namespace is frozen")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        lacking = self.__dict__.get("_lacking", {})
+        if name in lacking:
+            raise NoBackendError(lacking[name])
+        raise AttributeError(f"no op {name}{_env.did_you_mean(name, [*self, *lacking])}")
+
+    def __iter__(self) -> Iterator[str]:
+        return (n for n in self.__dict__ if n != "_lacking")
+
+    def __repr__(self) -> str:
+        return f"hal.Bound({', '.join(self)})"
+
+
+def bind(
+    device: str | torch.device,
+    backend: str | None = None,
+    like: Mapping[str, Any] | None = None,
+    checks: str = "off",
+) -> Bound:
+    """The backend's own functions, with no wrapper around them: ``ops = hal.bind("cuda"); ops.rope_kv_write(...)``.
+
+    Bound functions are unchecked by contract: a wrong dtype, shape or stride is undefined; a wrong device raises,
+    and any index value is safe.
+
+    Args:
+        device: whose tensors the functions will get.
+        backend: the grammar of ``HAL_BACKEND``; None: as a dispatched call would choose.
+        like: op -> an example call: a tuple of positional arguments, or a dict of arguments by name. Chooses by
+            what the example needs. Without one, an op with several ready implementations raises.
+        checks: ``off``; ``args`` or ``full`` wrap each function in the contract's checks.
+
+    Raises:
+        NoBackendError: nothing may run an op of `like`. An op without an example that nothing can run raises when
+            it is asked for.
+        SelectionError: an unknown name, or several ready implementations and no example.
+
+    Example:
+        >>> import torch, hal
+        >>> ops = hal.bind("cpu", backend="reference")
+        >>> ops.get_last_loc(torch.tensor([[7, 8]], dtype=torch.int32), torch.tensor([0]), torch.tensor([2]))
+        tensor([8])
+    """
+    if checks not in CHECKS:
+        raise SelectionError(
+            f"hal: bind(checks={checks!r}): expected one of {', '.join(CHECKS)}{_env.did_you_mean(checks, CHECKS)}"
+        )
+    table = live.current()
+    examples = dict(like or {})
+    for op in examples:
+        table.spec(op)
+    kind = torch.device(device).type
+    levels = table.levels(backend, _config.scope.get())
+    functions: dict[str, Callable[..., Any]] = {}
+    lacking: dict[str, str] = {}
+    for op in table.op_names:
+        spec = table.spec(op)
+        if op in examples:
+            example = examples[op]
+            values = spec.bind(**example) if isinstance(example, Mapping) else spec.bind(*example)
+            run = _select.select(table, spec, spec.sign(values), levels).run
+        else:
+            found = _bind_by_device(table, spec, kind, levels)
+            if isinstance(found, str):
+                lacking[op] = found
+                continue
+            run = found
+        functions[op] = run if checks == "off" else _checked(spec, run, checks)
+    return Bound(functions, lacking)
+
+
+def _bind_by_device(
+    table: Table, spec: OpSpec, device: str, levels: list[_config.Choice]
+) -> Callable[..., Any] | str:
+    """The one ready implementation for a device type, or the message that there is none."""
+    name, source = _select.decide(levels, spec.name)
+    if name == "reference":
+        return spec.reference
+    lane = "device" if name == "auto" else table.lane
+    if name == "auto":
+        pairs = _select.candidates(table, spec.name, device)
+    else:
+        backend, _, which = name.partition("/")
+        entry = table.entries[backend]
+        pairs = [(entry, i) for i in entry.impls(spec.name) if not which or i.name == which]
+        if entry.manifest and lane in entry.manifest.lanes and device not in entry.manifest.lanes[lane]:
+            return f"hal: {spec.name}: {name} takes {', '.join(entry.manifest.lanes[lane])} in lane {lane}; got {device} (by {source})"
+    ready: list[tuple[str, Callable[..., Any]]] = []
+    reasons: list[str] = []
+    for entry, impl in pairs:
+        state = entry.state(lane)
+        run = entry.bind(impl, spec.signature) if state.ready else state
+        if isinstance(run, State):
+            reasons.append(f"{entry.title(impl)} {run}")
+        else:
+            ready.append((entry.title(impl), run))
+    if len(ready) > 1:
+        raise SelectionError(
+            f"hal: bind: {spec.name} has several ready implementations: {', '.join(n for n, _ in ready)}; give an example, "
+            f"like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][0]}'"
+        )
+    if ready:
+        table.observers.tell("hal_on_bind", op=spec.name, backend=ready[0][0], lane=lane)
+        return ready[0][1]
+    if name == "auto":
+        return spec.reference
+    return f"hal: {spec.name}: {name} can't run it: {'; '.join(reasons) or 'unimplemented'} (by {source})"
+
+
+def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        values = spec.bind(*args, **kwargs)
+        spec.check_call(values)
+        if checks == "full":
+            _check_values(spec, values)
+        return run(**values)
+
+    checked.__name__, checked.__doc__ = spec.name, spec.doc
+    checked.__signature__ = spec.signature  # type: ignore[attr-defined]
+    return checked
+
+
+def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Who would run this call, who would not, and why; as objects whose ``str()`` is the text of hal's errors.
+
+    Args:
+        op: an op's name.
+        args, kwargs: the call's arguments, or one `Signature`.
+        backend: as in the call.
+
+    Raises:
+        SelectionError: an unknown op or backend.
+        ArgumentError: the arguments break the contract.
+
+    Example:
+        >>> import torch, hal
+        >>> table, one = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0])
+        >>> hal.explain("get_last_loc", table, one, one, backend="reference").chosen.name
+        'reference'
+    """
+    table = live.current()
+    spec = table.spec(op)
+    if len(args) == 1 and isinstance(args[0], Signature):
+        sig = args[0]
+    else:
+        values = spec.bind(*args, **kwargs)
+        spec.check_call(values)
+        sig = spec.sign(values)
+    return _select.explain(table, spec, sig, table.levels(backend, _config.scope.get()))[0]
+
+
+def warmup(
+    device: str | torch.device = "cpu",
+    *,
+    ops: list[str] | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Compiles and allocates ahead of the first request: calls the warm-up of every backend that `device`'s calls may reach.
+
+    Args:
+        device: as in `bind`.
+        ops: those to prepare; None for all.
+        backend: one backend; None for all that are ready for the device.
+        options: handed to the backend's warm-up, e.g. shapes (see its documentation).
+
+    Returns:
+        Seconds by backend.
+
+    Raises:
+        SelectionError: an unknown op or backend.
+        NoBackendError: the named backend is not ready.
+    """
+    table = live.current()
+    for op in ops or ():
+        table.spec(op)
+    kind = torch.device(device).type
+    if backend is not None:
+        table.parse(backend, "warmup(backend={!r})")
+    seconds: dict[str, float] = {}
+    for name, entry in table.entries.items():
+        if backend is not None and name != backend:
+            continue
+        lane = table.lane if table.lane in entry.lanes else "device"
+        state = entry.state(lane)
+        manifest = entry.manifest
+        if not state.ready or manifest is None or kind not in manifest.lanes[lane]:
+            if backend is not None:
+                raise NoBackendError(f"hal: warmup: {name} is {state} for {kind} in lane {lane}")
+            continue
+        if manifest.warmup is not None:
+            begin = time.perf_counter()
+            resolve(manifest.warmup)(list(ops or table.op_names), torch.device(device), **options)
+            seconds[name] = time.perf_counter() - begin
+    return seconds
+
+
+def info() -> dict[str, Any]:
+    """Everything that an operator asks: backends with states and reasons, the op x backend table, the environment.
+
+    Returns:
+        Plain data, as ``hal info --json`` prints it.
+    """
+    table = live.current()
+    backends = []
+    for name, entry in table.entries.items():
+        lanes = {lane: _state(entry.state(lane)) for lane in entry.lanes} or {"device": _state(entry.state())}
+        backends.append({"name": name, "origin": entry.origin, "distribution": entry.distribution, "lanes": lanes,
+                         "limits": dict(entry.manifest.limits) if entry.manifest else {}})  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {}
+    for op in table.op_names:
+        rows[op] = {"reference": ["ready"]}
+        for name, entry in table.entries.items():
+            rows[op][name] = [_cell(table, entry, impl, op) for impl in entry.impls(op)] or ["unimplemented"]
+    return {
+        "hal": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lane": table.lane,
+        "backends": backends,
+        "ops": rows,
+        "environment": [_variable(table, n) for n in _env.VARIABLES],
+        "foreign_variables": table.foreign,
+        "blocked_plugins": list(table.found.blocked),
+    }
+
+
+def _cell(table: Table, entry: Entry, impl: Impl, op: str) -> str:
+    lanes = [lane for lane in entry.lanes if entry.state(lane).ready]
+    text = f"ready ({', '.join(lanes)})" if lanes and lanes != ["device"] else entry.op_state(op).state
+    return f"{impl.name}: {text}" if impl.name else text
+
+
+def _variable(table: Table, name: str) -> dict[str, str]:
+    """A variable's value in force and who set it."""
+    setting = {"HAL_BACKEND": "backend", "HAL_FALLBACK": "fallback", "HAL_CHECKS": "checks"}.get(name, "")
+    if table.settings.get(setting):
+        return {"name": name, "value": str(table.settings[setting]), "source": "hal.configure"}
+    if os.environ.get(name, "").strip():
+        return {"name": name, "value": os.environ[name], "source": "environment"}
+    default = _env.cache_dir() if name == "HAL_CACHE_DIR" else _env.get(name)
+    return {
+        "name": name,
+        "value": default or {"HAL_BACKEND": "auto", "HAL_PLUGINS": "all"}.get(name, ""),
+        "source": "default",
+    }
+
+
+def _state(state: State) -> dict[str, str]:
+    return {"state": state.state, "reason": state.reason, "remedy": state.remedy, "detail": state.detail}
+
+
+def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
+    """A `Signature` from a few arguments in the notation of the error texts; the rest as the op's first sample has it.
+
+    Args:
+        given: name -> `TensorSig`, or a plain value.
+    """
+    values = spec.make(**spec.samples[0].params)
+    sig = spec.sign(values)
+    known = dict(sig)
+    dims = dict(sig.dims)
+    device, index = "cpu", None
+    for name, value in given.items():
+        if name not in spec.args:
+            raise HalError(
+                f"hal: {spec.name} has no argument {name}{_env.did_you_mean(name, spec.args)}; it has {', '.join(spec.args)}"
+            )
+        known[name] = value
+        if isinstance(value, TensorSig):
+            dims.update(_sizes(spec, name, value))
+            if value.device != "cpu":
+                device, index = value.device, value.index
+    dtype = next((v.dtype for n, v in given.items() if isinstance(v, TensorSig)), None)
+    for name, value in known.items():
+        if name not in given and isinstance(value, TensorSig):
+            known[name] = _like(spec, name, value, dims, dtype, device, index)
+    return Signature(spec.name, known, device, index, {d: n for d, n in dims.items() if d in spec.static})
+
+
+def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
+    names = spec._dims_of(spec.args[name], value.ndim)
+    if not names:
+        raise HalError(
+            f"hal: {spec.name}: {name}: expected {getattr(spec.args[name], 'dims', 'no tensor')}; got rank {value.ndim}"
+        )
+    return dict(zip(names, value.example, strict=True))
+
+
+def _like(
+    spec: OpSpec,
+    name: str,
+    value: TensorSig,
+    dims: Mapping[str, int],
+    dtype: torch.dtype | None,
+    device: str,
+    index: int | None,
+) -> TensorSig:
+    names = spec._dims_of(spec.args[name], value.ndim)
+    example = tuple(dims.get(d, n) for d, n in zip(names, value.example, strict=True))
+    shape = tuple(n if d in spec.static else None for d, n in zip(names, example, strict=True))
+    follow = dtype is not None and value.dtype == torch.bfloat16 and dtype.is_floating_point
+    return TensorSig(
+        dtype if follow and dtype else value.dtype, device, shape, value.stride, value.aligned, index, example
+    )

@@ -1,0 +1,103 @@
+"""What a plugin declares: `Backend` and `Impl`, and the hooks it may implement. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from hal.ops._spec import OpSpec
+
+API = 1
+"""The version of this interface. A backend of another is `incompatible`; see docs/compatibility.md."""
+
+hookspec = pluggy.HookspecMarker("hal")
+hookimpl = pluggy.HookimplMarker("hal")
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one op.
+
+    Args:
+        fn: ``"pkg.module:function"``, imported when bound. Its signature is the op's.
+        supports: ``"pkg.module:function"``: `hal.ops` `Signature` -> None (yes) or the reason why not.
+            Without it: everything the contract allows.
+        name: needed where a backend has several for one op: ``cuda/flashinfer``.
+        priority: among several that support a call, the highest is taken.
+        graph_safe: can be captured into a graph and replayed with new values.
+        deterministic: the same input gives the same bits.
+    """
+
+    fn: str | Callable[..., Any]
+    supports: str | Callable[..., Any] | None = None
+    name: str = ""
+    priority: int = 0
+    graph_safe: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A manifest: what a plugin offers, as data.
+
+    Args:
+        name: as in ``HAL_BACKEND``: lower case letters, digits, ``_`` and ``-``.
+        lanes: lane -> the device types whose tensors it takes, e.g. ``{"device": ("npu",), "lowered": ("cpu",)}``.
+        ops: op -> one `Impl` or several.
+        api: the version of this interface that the manifest was written for.
+        requires: distributions, with versions, e.g. ``("triton>=3.6",)``; or lane -> distributions.
+        extra: the extra of its distribution that brings them, for the remedy in messages.
+        probe: ``"pkg.module:function"``: () -> None, or why the lane ``device`` can't run here; or lane -> such.
+        limits: what `supports` may refuse, by name -> a sentence. A refusal starts with one of these names.
+        warmup: ``"pkg.module:function"``: (ops, device, **options) -> None; compiles and allocates ahead of time.
+        inspect: ``"pkg.module:function"``: (kernel: str | None) -> rows for ``hal inspect``.
+        tune: ``"pkg.module:function"``: () -> rows; measures this machine for ``hal tune``.
+        waivers: ``"pkg.module:NAME"``: the backend's declared deviations from the conformance suite.
+    """
+
+    name: str
+    lanes: Mapping[str, Sequence[str]]
+    ops: Mapping[str, Impl | Sequence[Impl]]
+    api: int = API
+    requires: Sequence[str] | Mapping[str, Sequence[str]] = ()
+    extra: str = ""
+    probe: str | Callable[[], str | None] | Mapping[str, str | Callable[[], str | None]] | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
+    warmup: str | Callable[..., Any] | None = None
+    inspect: str | Callable[..., Any] | None = None
+    tune: str | Callable[..., Any] | None = None
+    waivers: str | None = None
+
+    def impls(self, op: str) -> tuple[Impl, ...]:
+        """The implementations of `op`, highest priority first."""
+        found = self.ops.get(op, ())
+        several = (found,) if isinstance(found, Impl) else tuple(found)
+        return tuple(sorted(several, key=lambda i: -i.priority))
+
+
+class Hooks:
+    """The hooks of a plugin. Each plugin's are called alone, and what it raises stays with it."""
+
+    @hookspec
+    def hal_backend(self) -> Backend | Sequence[Backend]:  # type: ignore[empty-body]
+        """The plugin's manifest, or several."""
+
+    @hookspec
+    def hal_ops(self) -> Sequence[OpSpec]:  # type: ignore[empty-body]
+        """Ops of the plugin's own: dispatched as ``hal.ops.<name>``, proven by the same suite."""
+
+    @hookspec
+    def hal_on_bind(self, op: str, backend: str, lane: str) -> None:
+        """Observer: an implementation was chosen for the first call of its kind."""
+
+    @hookspec
+    def hal_on_reject(self, op: str, backend: str, reason: str) -> None:
+        """Observer: a ready backend refused a call."""
+
+    @hookspec
+    def hal_on_fallback(self, op: str, backend: str, reason: str) -> None:
+        """Observer: `auto` passed over `backend`, which should have run the op."""

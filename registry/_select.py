@@ -1,0 +1,278 @@
+"""Which implementation runs a call, and why: the one place that decides and the one that says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hal._errors import BackendError, FallbackWarning, NoBackendError
+from hal.registry._config import Choice
+from hal.registry._discover import Entry, State, broken, resolve
+from hal.registry._manifest import Impl
+
+if TYPE_CHECKING:
+    from hal.ops._spec import OpSpec, Signature
+    from hal.registry._table import Table
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What selection found of one implementation.
+
+    ``state``: ``chosen``; ``ready`` (it would run the call); ``rejected`` (it refused it); ``unimplemented``; or the
+    backend's state.
+    """
+
+    name: str
+    lane: str
+    state: str
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who runs a call, who would not, and why. ``str()`` is the text of every message."""
+
+    op: str
+    call: str
+    chosen: Verdict | None
+    verdicts: tuple[Verdict, ...]
+    decided_by: str
+    strict: bool
+
+    def __str__(self) -> str:
+        head = (
+            f"hal: {self.call} runs on {self.chosen.name}"
+            if self.chosen
+            else f"hal: no backend for {self.call}"
+        )
+        if self.chosen and self.chosen.lane != "device":
+            head += f" (lane {self.chosen.lane})"
+        width = max((len(v.name) for v in self.verdicts), default=0)
+        lines = [head]
+        for v in self.verdicts:
+            why = v.reason + (f" — {v.remedy}" if v.remedy else "")
+            lines.append(f"  {v.name:<{width}}  {v.state:<13} {why}".rstrip())
+        lines.append(f"  chosen by {self.decided_by}{' (strict)' if self.strict else ''}." + self._advice())
+        return "\n".join(lines)
+
+    def _advice(self) -> str:
+        if self.chosen:
+            return ""
+        if self.decided_by.startswith("HAL_BACKEND="):
+            asked = ",".join(
+                p
+                for p in self.decided_by.removeprefix("HAL_BACKEND=").split(",")
+                if not p.startswith(self.op + "=")
+            )
+            return f" Try HAL_BACKEND={asked}{',' if asked else ''}{self.op}=reference"
+        return f" Try {self.op}=reference, which runs anywhere"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome: a bound function and the explanation of it."""
+
+    run: Callable[..., Any]
+    entry: Entry | None
+    """None: the reference."""
+    impl: Impl | None
+    explanation: Explanation
+
+
+def decide(choices: Iterable[Choice], op: str) -> tuple[str, str]:
+    """(name, source): the first level that has an entry for the op, or a bare name, decides; else ``auto``."""
+    for choice in choices:
+        name = choice.get(op)
+        if name is not None:
+            return name, choice.source
+    return "auto", "auto (the device of the tensors)"
+
+
+def explain(
+    table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
+) -> tuple[Explanation, Selection | None]:
+    """Everything about one call; a `Selection` where something may run it. Warns of nothing."""
+    name, source = decide(choices, spec.name)
+    if name == "auto":
+        return _auto(table, spec, sig, source)
+    return _named(table, spec, sig, name, source)
+
+
+def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]) -> Selection:
+    """The implementation for a call. Tells the observers, and warns of a downgrade.
+
+    Raises:
+        NoBackendError: none may run it; the message says why of each.
+    """
+    refuse_in_capture(spec.name, sig.device)
+    told, selection = explain(table, spec, sig, choices)
+    for v in told.verdicts:
+        if v.state == "rejected":
+            table.observers.tell("hal_on_reject", op=spec.name, backend=v.name, reason=v.reason)
+    if selection is None:
+        raise NoBackendError(str(told))
+    if not told.strict:
+        _downgrades(table, told)
+    assert told.chosen is not None
+    table.observers.tell("hal_on_bind", op=spec.name, backend=told.chosen.name, lane=told.chosen.lane)
+    return selection
+
+
+def refuse_in_capture(op: str, device: str) -> None:
+    """Raises where a graph is being captured: selecting may import, compile and warn."""
+    if device == "cpu":
+        return
+    import torch
+
+    module = getattr(torch, device, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is not None and capturing():
+        raise BackendError(
+            f"hal: {op}: a call of a new kind while a graph is captured: no backend is selected yet for these dtypes and "
+            "shapes; call the op once before the capture, or use hal.bind(...) and hal.warmup(...)"
+        )
+
+
+def _downgrades(table: Table, told: Explanation) -> None:
+    assert told.chosen is not None
+    passed = [v for v in told.verdicts if v.state in ("rejected", "broken")]
+    if told.chosen.name == "reference" and not passed:
+        passed = [v for v in told.verdicts if v.state not in ("chosen", "ready")][:1]
+    at_reference = told.chosen.name == "reference"
+    if not passed and not at_reference:
+        return
+    if table.fallback == "error":
+        raise NoBackendError(f"{told}\n  HAL_FALLBACK=error forbids going on with {told.chosen.name}.")
+    for v in passed or [Verdict("(none)", "device", "absent", "no backend for this device")]:
+        table.observers.tell("hal_on_fallback", op=told.op, backend=v.name, reason=v.reason)
+        key = (told.op, v.name, v.reason, told.chosen.name)
+        if key not in table.warned:
+            table.warned.add(key)
+            remedy = f" — {v.remedy}" if v.remedy else ""
+            warnings.warn(
+                f"hal: {told.op} runs on {told.chosen.name}: {v.name} {v.state}: {v.reason}{remedy}",
+                FallbackWarning,
+                stacklevel=5,
+            )
+
+
+def _reference(spec: OpSpec, state: str) -> Verdict:
+    return Verdict("reference", "device", state, "" if state == "chosen" else "plain torch, any device")
+
+
+def _named(
+    table: Table, spec: OpSpec, sig: Signature, name: str, source: str
+) -> tuple[Explanation, Selection | None]:
+    def told(chosen: Verdict | None, verdicts: Sequence[Verdict]) -> Explanation:
+        return Explanation(spec.name, str(sig), chosen, tuple(verdicts), source, True)
+
+    if name == "reference":
+        verdict = _reference(spec, "chosen")
+        explanation = told(verdict, [verdict])
+        return explanation, Selection(spec.reference, None, None, explanation)
+    backend, _, which = name.partition("/")
+    entry = table.entries[backend]
+    verdicts: list[Verdict] = []
+    for impl in entry.impls(spec.name) or (None,):
+        if which and impl is not None and impl.name != which:
+            continue
+        verdict, run = _judge(table, entry, impl, spec, sig, table.lane)
+        if run is not None:
+            chosen = Verdict(verdict.name, verdict.lane, "chosen")
+            explanation = told(chosen, [*verdicts, chosen, *_others(table, spec, sig, entry)])
+            return explanation, Selection(run, entry, impl, explanation)
+        verdicts.append(verdict)
+    return told(None, [*verdicts, *_others(table, spec, sig, entry)]), None
+
+
+def _others(table: Table, spec: OpSpec, sig: Signature, but: Entry) -> list[Verdict]:
+    """What the backends that were not asked for would have said. Only states: nothing more is imported."""
+    out = []
+    for entry in table.entries.values():
+        if entry is not but and entry.impls(spec.name):
+            state = entry.state("device")
+            fits = entry.manifest is not None and sig.device in entry.manifest.lanes.get("device", ())
+            if state.ready and not fits:
+                continue
+            out.append(
+                Verdict(entry.name, "device", state.state, state.reason or "not asked for", state.remedy)
+            )
+    return out
+
+
+def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Explanation, Selection | None]:
+    if table.lane != "device":
+        verdict = Verdict(
+            "auto", table.lane, "rejected", f"lane {table.lane} needs a named backend", "set HAL_BACKEND"
+        )
+        return Explanation(spec.name, str(sig), None, (verdict,), f"HAL_LANE={table.lane}", True), None
+    chosen: tuple[Verdict, Entry | None, Impl | None, Callable[..., Any]] | None = None
+    verdicts: list[Verdict] = []
+    for entry, impl in candidates(table, spec.name, sig.device):
+        if chosen is not None:
+            state = entry.state("device")
+            verdicts.append(Verdict(entry.title(impl), "device", state.state, state.reason, state.remedy))
+            continue
+        verdict, run = _judge(table, entry, impl, spec, sig, "device")
+        if run is not None:
+            verdict = Verdict(verdict.name, "device", "chosen")
+            chosen = verdict, entry, impl, run
+        verdicts.append(verdict)
+    if chosen is None:
+        verdict = _reference(spec, "chosen")
+        chosen = verdict, None, None, spec.reference
+        verdicts.append(verdict)
+    else:
+        verdicts.append(_reference(spec, "ready"))
+    explanation = Explanation(spec.name, str(sig), chosen[0], tuple(verdicts), source, False)
+    return explanation, Selection(chosen[3], chosen[1], chosen[2], explanation)
+
+
+def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl]]:
+    """What `auto` may take for a device type, in its order: built-in before third party, then priority, then name."""
+    found = [
+        (entry, impl)
+        for entry in table.entries.values()
+        for impl in entry.impls(op)
+        if entry.manifest is not None and device in entry.manifest.lanes.get("device", ())
+    ]
+    return sorted(found, key=lambda c: (c[0].third_party, -c[1].priority, c[0].name, c[1].name))
+
+
+def _judge(
+    table: Table, entry: Entry, impl: Impl | None, spec: OpSpec, sig: Signature, lane: str
+) -> tuple[Verdict, Callable[..., Any] | None]:
+    """May this implementation run this call? The function, if so."""
+    name = entry.title(impl) if impl else entry.name
+
+    def no(state: State) -> tuple[Verdict, None]:
+        return Verdict(name, lane, state.state, state.reason, state.remedy), None
+
+    state = entry.state(lane)
+    if not state.ready:
+        return no(state)
+    if impl is None:
+        return no(entry.op_state(spec.name, lane))
+    assert entry.manifest is not None
+    devices = tuple(entry.manifest.lanes[lane])
+    if sig.device not in devices:
+        return no(
+            State("rejected", f"the tensors are on {sig.device}; lane {lane} takes {', '.join(devices)}")
+        )
+    run = entry.bind(impl, spec.signature)
+    if isinstance(run, State):
+        return no(run)
+    if impl.supports is not None:
+        try:
+            said = resolve(impl.supports)(sig)
+        except Exception as e:
+            return no(broken("its supports", e))
+        if said is not None and not isinstance(said, str):
+            return no(State("broken", f"its supports returned {said!r}; expected None or the reason why not"))
+        if said:
+            return no(State("rejected", said))
+    return Verdict(name, lane, "ready"), run

@@ -1,0 +1,258 @@
+"""The dispatch table: an immutable snapshot of plugins, choices and settings, swapped whole.
+
+Readers take no lock: they read one reference. Writers build a new table under a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hal import _env
+from hal import ops as _ops
+from hal._errors import SelectionError
+from hal.registry import _config
+from hal.registry._config import Choice, Scope
+from hal.registry._discover import READY, Entry, Found, Observers, State, discover
+from hal.registry._manifest import Backend, Impl
+
+if TYPE_CHECKING:
+    from hal.ops._spec import OpSpec
+
+CHECKS = {"off": 0, "args": 1, "full": 2}
+
+
+class Table:
+    """One snapshot. Its caches are filled as calls of new kinds come; everything else never changes."""
+
+    def __init__(self, found: Found, settings: Mapping[str, Any]) -> None:
+        self.found = found
+        self.entries = found.entries
+        self.observers = Observers(found.manager)
+        self.settings = dict(settings)
+        self.foreign = _env.check_names()
+        self.lane = _env.get("HAL_LANE")
+        if self.lane == "interpreter":
+            _enter_interpreter()
+        self.fallback = settings.get("fallback") or _env.get("HAL_FALLBACK")
+        self.checks_name = settings.get("checks") or _env.get("HAL_CHECKS")
+        self.checks = CHECKS[self.checks_name]
+        self.op_names = (*_ops.BUILTIN, *(n for n in found.specs if n not in _ops.BUILTIN))
+        self.choices: tuple[Choice, ...] = ()
+        self.choices = tuple(
+            self.parse(text, shown)
+            for text, shown in (
+                (settings.get("backend") or "", "hal.configure(backend={!r})"), (_env.get("HAL_BACKEND"), "HAL_BACKEND={}"),
+            )
+            if text
+        )  # fmt: skip
+        self.caches: dict[str, dict[Any, Callable[..., Any]]] = {op: {} for op in self.op_names}
+        self.warned: set[tuple[str, ...]] = set()
+
+    def parse(self, text: str, shown: str) -> Choice:
+        choice = _config.parse(text, shown.format)
+        names = {
+            n: {e.title(i) for op in (e.manifest.ops if e.manifest else ()) for i in e.impls(op)}
+            for n, e in self.entries.items()
+        }
+        _config.verify(choice, names, self.op_names)
+        return choice
+
+    def spec(self, op: str) -> OpSpec:
+        """The contract of an op; a `SelectionError` with did-you-mean for an unknown one."""
+        if op not in self.op_names:
+            raise SelectionError(
+                f"hal: unknown op {op}{_env.did_you_mean(op, self.op_names)}; known: {', '.join(self.op_names)}"
+            )
+        return self.found.specs[op] if op in self.found.specs else _ops.spec(op)  # type: ignore[no-any-return]
+
+    def levels(self, backend: str | None, scope: Scope | None) -> list[Choice]:
+        """Every level that made a choice, the strongest first."""
+        first = [self.parse(backend, "backend={!r}")] if backend is not None else []
+        return [*first, *(scope.choices() if scope else []), *self.choices]
+
+
+def _enter_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET once, when a kernel is decorated."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    if "triton" in sys.modules:
+        raise SelectionError(
+            "hal: HAL_LANE=interpreter: triton is imported already without it; set TRITON_INTERPRET=1 before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Live:
+    """The process's state: the current table, and what was set from Python."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.settings: dict[str, Any] = {}
+        self.registered: dict[str, Entry] = {}
+        self.table: Any = None
+
+    def current(self) -> Table:
+        """The table; built at the first need."""
+        table = self.table
+        if table is None:
+            with self.lock:
+                table = self.table
+                if table is None:
+                    table = self.table = Table(discover(self.registered), self.settings)
+        return table  # type: ignore[no-any-return]
+
+    def swap(self, found: Found | None, settings: Mapping[str, Any]) -> None:
+        """A new table; on an error the old one stays."""
+        with self.lock:
+            old = self.current() if found is None else None
+            table = Table(found or old.found, settings)  # type: ignore[union-attr]
+            self.settings = dict(settings)
+            self.table = table
+
+
+live = Live()
+os.register_at_fork(after_in_child=lambda: setattr(live, "lock", threading.RLock()))
+
+
+def reload() -> None:
+    """Reads the environment and the plugins again. What `hal.configure` set and `hal.register` added stays."""
+    live.swap(discover(live.registered), live.settings)
+
+
+def configure(*, backend: str | None = None, fallback: str | None = None, checks: str | None = None) -> None:
+    """Process-wide settings, for an engine's flags; stronger than the environment. None leaves one as it is, ``""`` unsets it.
+
+    Args:
+        backend: the grammar of ``HAL_BACKEND``.
+        fallback: ``warn`` or ``error``.
+        checks: ``args``, ``full`` or ``off``.
+
+    Raises:
+        SelectionError: an unknown name or value; nothing is changed.
+
+    Example:
+        >>> import hal
+        >>> hal.configure(checks="full")
+        >>> hal.configure(checks="")
+    """
+    for name, value, allowed in (
+        ("fallback", fallback, _env.CHOICES["HAL_FALLBACK"]),
+        ("checks", checks, _env.CHOICES["HAL_CHECKS"]),
+    ):
+        if value and value not in allowed:
+            raise SelectionError(
+                f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{_env.did_you_mean(value, allowed)}"
+            )
+    given = {"backend": backend, "fallback": fallback, "checks": checks}
+    with live.lock:
+        live.swap(None, {**live.settings, **{k: v for k, v in given.items() if v is not None}})
+
+
+@contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Chooses backends for a block of code, in this thread or task alone.
+
+    Args:
+        backend: the grammar of ``HAL_BACKEND``. In nested blocks, per op, the innermost that says anything decides.
+
+    Example:
+        >>> import torch, hal
+        >>> with hal.use("reference"):
+        ...     hal.get_last_loc(torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0]), torch.tensor([1]))
+        tensor([0])
+    """
+    choice = live.current().parse(backend, "hal.use({!r})")
+    token = _config.scope.set(Scope(choice, _config.scope.get()))
+    try:
+        yield
+    finally:
+        _config.scope.reset(token)
+
+
+def register(
+    op: str, *, backend: str, devices: Sequence[str] = ("cpu",), supports: Callable[..., Any] | None = None, name: str = "",
+    priority: int = 0, graph_safe: bool = False, deterministic: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    """Registers a function as `backend`'s implementation of `op`, for notebooks and tests. Returns a decorator.
+
+    Args:
+        op: an op's name.
+        backend: a name that no installed backend has.
+        devices: the device types it takes.
+        supports: `Signature` -> None, or the reason why not.
+        name, priority, graph_safe, deterministic: as in `hal.registry.Impl`.
+
+    Raises:
+        SelectionError: an unknown op, a taken name, or another implementation of the same (op, backend).
+
+    Example:
+        >>> import torch, hal
+        >>> @hal.register("get_last_loc", backend="mine")
+        ... def get_last_loc(req_to_token, req_pool_indices, prefix_lens):
+        ...     return torch.full_like(prefix_lens, 7)
+        >>> hal.get_last_loc(torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0]), torch.tensor([1]), backend="mine")
+        tensor([7])
+    """
+
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        with live.lock:
+            table = live.current()
+            table.spec(op)
+            impl = Impl(fn, supports, name, priority, graph_safe, deterministic)
+            entry = live.registered.get(backend)
+            if entry is None and (backend in table.entries or backend in ("auto", "reference")):
+                raise SelectionError(f"hal: register({op!r}): the name {backend} is taken; choose another")
+            ops: dict[str, Any] = dict(entry.manifest.ops) if entry and entry.manifest else {}
+            lanes = {"device": tuple(devices)}
+            known = entry.impls(op) if entry else ()
+            if impl in known:
+                return fn
+            if any(i.name == name for i in known):
+                raise SelectionError(
+                    f"hal: register({op!r}, backend={backend!r}): there is another implementation already; give a name"
+                )
+            if entry and entry.manifest and entry.manifest.lanes != lanes:
+                raise SelectionError(
+                    f"hal: register({op!r}, backend={backend!r}): devices {tuple(devices)}; "
+                    f"expected those of the backend, {entry.manifest.lanes['device']}"
+                )
+            ops[op] = (*known, impl)
+            manifest = Backend(backend, lanes, ops)
+            registered = {**live.registered, backend: Entry(backend, manifest, "registered", "hal.register")}
+            live.swap(discover(registered), live.settings)
+            live.registered = registered
+        return fn
+
+    return add
+
+
+def unregister(backend: str) -> None:
+    """Takes back everything that `hal.register` added under this name."""
+    with live.lock:
+        registered = {n: e for n, e in live.registered.items() if n != backend}
+        live.swap(discover(registered), live.settings)
+        live.registered = registered
+
+
+def table() -> Mapping[str, Mapping[str, tuple[tuple[Impl, State], ...]]]:
+    """The read-only map op -> backend -> its implementations, highest priority first, each with its state in the current lane.
+
+    ``reference`` is in every row. A backend without the op has an empty tuple.
+    """
+    current = live.current()
+    rows: dict[str, Mapping[str, tuple[tuple[Impl, State], ...]]] = {}
+    for op in current.op_names:
+        row: dict[str, tuple[tuple[Impl, State], ...]] = {
+            "reference": ((Impl(current.spec(op).reference, deterministic=True), READY),)
+        }
+        for name, entry in current.entries.items():
+            lane = current.lane if current.lane in entry.lanes else "device"
+            row[name] = tuple((impl, entry.state(lane)) for impl in entry.impls(op))
+        rows[op] = MappingProxyType(row)
+    return MappingProxyType(rows)
