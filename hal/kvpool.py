@@ -382,4 +382,5 @@ def _describe(value: Any) -> str:
 
 
 def _pinning() -> bool:
-    return torch.cuda.is_available() or bool(getattr(torch, "npu", None) and torch.npu.is_available())
+    npu = getattr(torch, "npu", None)
+    return torch.cuda.is_available() or bool(npu and npu.is_available())

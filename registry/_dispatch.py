@@ -19,7 +19,7 @@ import torch
 from hal import _env
 from hal._errors import ArgumentError, HalError, NoBackendError, SelectionError
 from hal._version import __version__
-from hal.ops._spec import OpSpec, Signature, TensorSig, scale_key, stride_class
+from hal.ops._spec import KEY_NAMES, OpSpec, Signature, TensorSig
 from hal.registry import _config, _select
 from hal.registry._discover import Entry, State, resolve
 from hal.registry._manifest import Impl
@@ -39,7 +39,7 @@ def {name}({params}backend=None):
             pass
     if run is None:
         return first({arguments}, backend)
-    if table.checks and ({sizes}){recheck}:
+    if table.checks and ({recheck}):
         again(table, {arguments})
     return run({call})
 """
@@ -59,7 +59,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
     names = list(spec.args)
     params = _parameters(spec)
     sizes = spec.sizes_source()
-    recheck = " or table.checks == 2" if spec.check_sizes is None else " or True"
+    recheck = "True" if spec.check_sizes else f"{sizes} or table.checks == 2"
     call = ", ".join(
         f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
         for p in spec.signature.parameters.values()
@@ -67,8 +67,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {
         "live": live,
         "scope": _config.scope.get,
-        "_stride": stride_class,
-        "_scale": scale_key,
+        **KEY_NAMES,
     }
     # Two steps: `first` needs the key function, and the dispatched function needs `first`.
     exec(_KEY.format(params=params, key=spec.key_source()), namespace)
@@ -94,7 +93,6 @@ def dispatcher(op: str) -> Callable[..., Any]:
         params=params,
         key=spec.key_source(),
         arguments=", ".join(names),
-        sizes=sizes,
         recheck=recheck,
         call=call,
     )

@@ -69,7 +69,7 @@ class Table:
             raise SelectionError(
                 f"hal: unknown op {op}{_env.did_you_mean(op, self.op_names)}; known: {', '.join(self.op_names)}"
             )
-        return self.found.specs[op] if op in self.found.specs else _ops.spec(op)  # type: ignore[no-any-return]
+        return self.found.specs[op] if op in self.found.specs else _ops.spec(op)
 
     def levels(self, backend: str | None, scope: Scope | None) -> list[Choice]:
         """Every level that made a choice, the strongest first."""
@@ -110,8 +110,7 @@ class Live:
     def swap(self, found: Found | None, settings: Mapping[str, Any]) -> None:
         """A new table; on an error the old one stays."""
         with self.lock:
-            old = self.current() if found is None else None
-            table = Table(found or old.found, settings)  # type: ignore[union-attr]
+            table = Table(found or self.current().found, settings)
             self.settings = dict(settings)
             self.table = table
 

@@ -309,12 +309,15 @@ class OpSpec:
         return next((a for a in arg.alternatives if len(a) == ndim), ())
 
     def key_source(self) -> str:
-        """Python source of the tuple that determines `sign`'s result, in terms of the parameters.
+        """Python source of a tuple that determines `sign`'s result, in terms of the parameters.
 
-        Lean on purpose: it is evaluated on every dispatched call. It uses the name ``_stride`` for
-        `stride_class` and ``_scale`` for `scale_key`.
+        Lean on purpose: it is evaluated on every dispatched call. What is nearly always so (one device, contiguous,
+        aligned) is one expression over all tensors, and is told apart by tensor only where it is not so. It may raise
+        where an argument is not what the contract says; such a call has no key. It uses the names ``_devices``,
+        ``_strides``, ``_alignments`` and ``_scale``, which `KEY_NAMES` has.
         """
         parts: list[str] = []
+        tensors = {n: a for n, a in self.args.items() if isinstance(a, TensorArg)}
         for name, arg in self.args.items():
             if isinstance(arg, PoolArg):
                 parts.append(f"{name}.key")
@@ -328,37 +331,60 @@ class OpSpec:
                 parts.append(
                     f"None if {name} is None else ({', '.join(one)})" if arg.optional else ", ".join(one)
                 )
-        return "(" + ", ".join(parts) + ")"
+
+        def every(test: str, names: Sequence[str]) -> str:
+            return " and ".join(
+                f"({n} is None or {test.format(n)})" if tensors[n].optional else test.format(n) for n in names
+            )
+
+        names = list(tensors)
+        required = [n for n in names if not tensors[n].optional]
+        floats = [n for n in names if not set(tensors[n].dtypes) <= set(INDEX)]
+        if required:
+            rest = [n for n in names if n != required[0]]
+            same = every("{}.device == _place", rest) or "True"
+            parts.append(f"(_place := {required[0]}.device), {same} or _devices({', '.join(rest)})")
+        elif names:
+            parts.append(f"_devices({', '.join(names)})")
+        if names:
+            parts.append(f"{every('{}.is_contiguous()', names)} or _strides({', '.join(names)})")
+        if floats:
+            bits = " | ".join(
+                f"(0 if {n} is None else {n}.data_ptr())" if tensors[n].optional else f"{n}.data_ptr()"
+                for n in floats
+            )
+            parts.append(f"({bits}) & 15 and _alignments({', '.join(floats)})")
+        return "(" + ", ".join(parts) + ",)"
 
     def _tensor_key(self, name: str, arg: TensorArg) -> list[str]:
-        keys = [f"{name}.dtype", f"{name}.device"]
-        dynamic = [
-            max((i for i, d in enumerate(a) if d not in self.static), default=-1) for a in arg.alternatives
+        """Dtype, rank and static dims of one tensor."""
+        static = sorted({i for a in arg.alternatives for i, d in enumerate(a) if d in self.static})
+        if not static:
+            return [f"{name}.dtype", f"{name}.ndim"]
+        # From the front as far as the shortest alternative goes, from the back for the rest: every rank is covered.
+        low, high = min(map(len, arg.alternatives)), max(map(len, arg.alternatives))
+        where = [i if low == high or i < low - 1 else i - high for i in static]
+        return [
+            f"{name}.dtype",
+            f"len(_shape := {name}.shape)",
+            *(f"_shape[{i}]" for i in dict.fromkeys(where)),
         ]
-        if all(last == len(a) - 1 for last, a in zip(dynamic, arg.alternatives, strict=True)):
-            keys.append(f"{name}.ndim")
-        elif all(last <= 0 for last in dynamic):
-            keys.append(f"{name}.shape[{dynamic[0] + 1}:]")
-        else:
-            keys += [f"{name}.ndim", f"{name}.shape[{min(dynamic) + 1}:]"]
-        keys.append(f"{name}.is_contiguous() or _stride({name})")
-        if not set(arg.dtypes) <= set(INDEX) or arg.stride != "contiguous":
-            keys.append(f"{name}.data_ptr() & 15 == 0")
-        return keys
 
     def sizes_source(self) -> str:
         """Python source of an expression that is true where the dynamic sizes of a call disagree."""
-        where: dict[str, list[str]] = {}
+        groups: dict[tuple[str, ...], list[str]] = {}
         for name, arg in self.args.items():
-            if isinstance(arg, TensorArg) and not arg.optional:
-                for d in {a[0] for a in arg.alternatives}:
-                    where.setdefault(d, []).append(f"{name}.shape[0]")
-        tests = [" == ".join(w) for d, w in where.items() if d not in self.static and len(w) > 1]
-        for name, arg in self.args.items():
-            if isinstance(arg, TensorArg) and arg.optional:
-                for a in arg.alternatives:
-                    if len(arg.alternatives) == 1 and a[0] in where:
-                        tests.append(f"({name} is None or {name}.shape[0] == {where[a[0]][0]})")
+            if isinstance(arg, TensorArg) and arg.alternatives[0][0] not in self.static:
+                groups.setdefault(tuple(a[0] for a in arg.alternatives), []).append(name)
+        tests = []
+        for names in groups.values():
+            # One that is always there goes first: every other one is compared with it.
+            first, *rest = sorted(names, key=lambda n: getattr(self.args[n], "optional", False))
+            for name in rest:
+                absent = [
+                    f"{n} is None or " for n in (first, name) if getattr(self.args[n], "optional", False)
+                ]
+                tests.append(f"({''.join(absent)}{first}.shape[0] == {name}.shape[0])")
         return f"not ({' and '.join(tests)})" if tests else "False"
 
     # --- checks ---
@@ -468,6 +494,22 @@ def scale_key(scale: Any) -> Any:
     if isinstance(scale, Tensor):
         return (scale.dtype, scale.device, scale.numel() == 1)
     return (type(scale), scale == 0)
+
+
+def _devices(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.device for t in tensors)
+
+
+def _strides(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(t is None or t.is_contiguous() or stride_class(t) for t in tensors)
+
+
+def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:
+    return tuple(t is None or not t.data_ptr() & 15 for t in tensors)
+
+
+KEY_NAMES = {"_devices": _devices, "_strides": _strides, "_alignments": _alignments, "_scale": scale_key}
+"""What `OpSpec.key_source` refers to."""
 
 
 def describe(t: Tensor) -> str:

@@ -164,14 +164,6 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         )
 
 
-def _check_sizes(*args: Any) -> None:
-    k_cache, v_cache = args[5], args[6]
-    if k_cache is not None and k_cache.shape[0] != v_cache.shape[0]:
-        raise ArgumentError(
-            "rope_kv_write", "v_cache", f"as many slots as k_cache, {describe(k_cache)}", describe(v_cache)
-        )
-
-
 def _check_values(a: Mapping[str, Any]) -> None:
     check_range("rope_kv_write", "positions", a["positions"], 0, a["cos_sin_cache"].shape[0] - 1)
     if a["slots"] is not None:
@@ -335,10 +327,10 @@ def _qkv(
     sizes = [h * d for h, d in zip(heads, dims, strict=True)]
     parts = [floats(g, (n, s), dtype, odd) for s in sizes]
     if kind == "fused":
-        parts = list(torch.cat(parts, dim=1).split(sizes, dim=1))
+        parts = list(torch.split(torch.cat(parts, dim=1), sizes, dim=1))
     elif kind == "misaligned":
         parts = [torch.cat([torch.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
-    return [p.unflatten(1, (h, d)) for p, h, d in zip(parts, heads, dims, strict=True)]
+    return [torch.unflatten(p, 1, (h, d)) for p, h, d in zip(parts, heads, dims, strict=True)]
 
 
 def _caches(
@@ -415,7 +407,6 @@ SPEC = OpSpec(
     oracle=_oracle,
     make=_make,
     check=_check,
-    check_sizes=_check_sizes,
     check_values=_check_values,
     samples=(
         *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
