@@ -409,13 +409,12 @@ def _state(state: State) -> dict[str, str]:
 
 
 def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
-    """A `Signature` from a few arguments in the notation of the error texts; the rest as the op's first sample has it.
+    """A `Signature` from a few arguments in the notation of the error texts; the rest as the op's plainest example has it.
 
     Args:
         given: name -> `TensorSig`, or a plain value.
     """
-    values = spec.make(**spec.samples[0].params)
-    sig = spec.sign(values)
+    sig = spec.sign(spec.make())
     known = dict(sig)
     dims = dict(sig.dims)
     device, index = "cpu", None

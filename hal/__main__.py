@@ -1,0 +1,5 @@
+"""``python -m hal``."""
+
+from hal.cli import main
+
+main()

@@ -1,0 +1,157 @@
+"""``hal doctor``: every op, small, on every ready backend, in a child process each; and what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float, as_json: bool) -> int:
+    """Runs the children and shows the outcome. 0 all right, 1 something is wrong, 3 nothing ran."""
+    from hal.registry._table import live
+
+    table = live.current()
+    for op in ops or ():
+        table.spec(op)
+    for name in backends or ():
+        table.parse(name, "--backend {}")
+    rows: list[dict[str, Any]] = []
+    plan = [("reference", "device", list(table.op_names))]
+    for name, entry in table.entries.items():
+        for lane in entry.lanes or ("device",):
+            state = entry.state(lane)
+            have = [op for op in table.op_names if entry.impls(op)]
+            if state.ready and have:
+                plan.append((name, lane, have))
+            elif not state.ready:
+                rows.append({"backend": name, "lane": lane, "op": "", "ok": None, "saw": str(state)})
+    for name, lane, have in plan:
+        todo = [op for op in have if not ops or op in ops]
+        if todo and (not backends or name in backends):
+            rows += _child(name, lane, todo, timeout)
+    rows = [r for r in rows if not backends or r["backend"] in backends]
+    notes = _notes()
+    if as_json:
+        print(json.dumps({"results": rows, "notes": notes}, indent=2))
+    else:
+        _show(rows, notes)
+    ran = [r for r in rows if r["ok"] is not None]
+    return 3 if not ran else int(not all(r["ok"] for r in ran))
+
+
+def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+    """One backend's ops in a process of their own: its crash or hang is an outcome, not ours."""
+    env = {**os.environ, "HAL_LANE": lane, "HAL_BACKEND": "", "HAL_CHECKS": "args"}
+    if lane == "interpreter":
+        env["TRITON_INTERPRET"] = "1"
+    else:
+        env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "hal._doctor", backend, lane, *ops]
+    died = ""
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        out = done.stdout
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            died = f"the child died with exit code {done.returncode}: {last}"
+    except subprocess.TimeoutExpired as e:
+        out = e.stdout.decode() if isinstance(e.stdout, bytes) else (e.stdout or "")
+        died = f"no answer within {timeout:g} s"
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"backend"')]
+    seen = {r["op"] for r in rows}
+    lost = [op for op in ops if op not in seen]
+    if lost:
+        rows.append(
+            {"backend": backend, "lane": lane, "op": lost[0], "ok": False, "saw": died or "no answer"}
+        )
+        rows += [
+            {"backend": backend, "lane": lane, "op": op, "ok": False, "saw": "not reached"} for op in lost[1:]
+        ]
+    return rows
+
+
+def _show(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+    console = Console()
+    table = Table("backend", "lane", "op", "", "saw")
+    for r in rows:
+        mark = {True: "[green]ok[/]", False: "[red]wrong[/]", None: "-"}[r["ok"]]
+        table.add_row(r["backend"], r["lane"], r["op"], mark, r["saw"].replace("[", r"\["))
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False)
+
+
+def _notes() -> list[str]:
+    """Who owns the folder `triton`, since two distributions install one."""
+    owners = sorted(d for d in ("triton", "triton-ascend") if _installed(d))
+    if len(owners) == 2:
+        return [
+            "triton and triton-ascend are both installed and share the folder `triton`: whichever came last owns it. "
+            "Uninstall both, then install the one you need (docs/ascend.md)."
+        ]
+    return [f"the folder `triton` belongs to {owners[0]} {metadata.version(owners[0])}"] if owners else []
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _run(backend: str, lane: str, ops: Sequence[str]) -> None:
+    """In the child: each op on a small input, compared with the contract's own truth."""
+    import torch
+
+    import hal
+    from hal.kvpool import KVPool
+    from hal.ops._judge import right_any
+    from hal.ops.kv_transfer import stacked
+    from hal.registry._table import live
+
+    table = live.current()
+    entry = table.entries.get(backend)
+    devices = tuple(entry.manifest.lanes[lane]) if entry and entry.manifest else ("cpu",)
+    device = torch.device(devices[0])
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, KVPool) and isinstance(value.k, torch.Tensor) and not isinstance(value.v, tuple):
+            return KVPool(
+                move(value.k), None if value.v is None else move(value.v), value.layout, value.page_size
+            )
+        return value
+
+    for op in ops:
+        spec = table.spec(op)
+        given = spec.make(**spec.samples[0].params)
+        want = spec.oracle(given)
+        row = {"backend": backend, "lane": lane, "op": op, "ok": False, "saw": ""}
+        try:
+            args = {n: move(v) for n, v in given.items()}
+            call = getattr(hal, op, None) or getattr(hal.ops, op)
+            result = call(**args, backend=backend)
+            wrong = 0
+            for name, w in want.items():
+                halves = [(result if name == "return" else args[name], w)]
+                if w.fields:
+                    halves = [(stacked(getattr(args[name], f)), x) for f, x in w.fields.items()]
+                wrong += sum(int((~right_any(got.cpu(), x)).sum()) for got, x in halves)
+            row.update(ok=not wrong, saw="right" if not wrong else f"{wrong} elements are wrong")
+        except Exception as e:
+            row["saw"] = f"{type(e).__name__}: {e}".splitlines()[0]
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    _run(sys.argv[1], sys.argv[2], sys.argv[3:])

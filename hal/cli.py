@@ -1,0 +1,215 @@
+"""The command line: ``hal`` and ``python -m hal``. Exit codes: 0 ok, 1 failed, 2 usage, 3 nothing ran."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hal._errors import ArgumentError, HalError, SelectionError
+
+app = typer.Typer(
+    name="hal",
+    help="One contract per kernel for LLM serving engines. Start with [bold]hal info[/], then [bold]hal doctor[/].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+OK, FAILED, USAGE, NOTHING = 0, 1, 2, 3
+_STYLE = {
+    "ready": "green",
+    "absent": "yellow",
+    "unavailable": "yellow",
+    "broken": "red",
+    "incompatible": "red",
+}
+
+
+def main() -> None:
+    """The entry point: a user's mistake is a line on stderr, never a traceback."""
+    try:
+        app()
+    except (SelectionError, ArgumentError) as e:
+        _fail(str(e), USAGE)
+    except HalError as e:
+        _fail(str(e), FAILED)
+    except BrokenPipeError:
+        sys.exit(OK)
+
+
+def _fail(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from hal import __version__
+
+        print(f"hal {__version__}")
+        raise typer.Exit(OK)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False) -> None:
+    """What is here: backends with their states and what would mend them, the op x backend table, the environment."""
+    import hal
+
+    data = hal.info()
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    console = Console()
+    console.print(
+        f"hal {data['hal']}, torch {data['torch']}, python {data['python']}, lane {data['lane']}",
+        highlight=False,
+    )
+    backends = Table(
+        "backend", "from", "lane", "state", "why, and what would help", title="Backends", title_justify="left"
+    )
+    backends.add_row(
+        "reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there"
+    )
+    for b in data["backends"]:
+        for lane, s in b["lanes"].items():
+            why = s["reason"] + (f" — {s['remedy']}" if s["remedy"] else "")
+            backends.add_row(
+                b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why)
+            )
+    console.print(backends)
+    names = ["reference", *(b["name"] for b in data["backends"])]
+    ops = Table("op", *names, title="Ops", title_justify="left")
+    for op, row in data["ops"].items():
+        ops.add_row(op, *("\n".join(row[n]) for n in names))
+    console.print(ops)
+    environment = Table("variable", "value", "source", title="Environment", title_justify="left")
+    for v in data["environment"]:
+        environment.add_row(v["name"], _escape(v["value"]), v["source"])
+    for name in data["foreign_variables"]:
+        environment.add_row(name, "", "not ours: ignored")
+    console.print(environment)
+    if data["blocked_plugins"]:
+        console.print(f"kept from loading by HAL_PLUGINS: {', '.join(data['blocked_plugins'])}")
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="An op, e.g. rope_kv_write.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="As the error texts show them: 'q=bf16[64,32,128]@cuda:0' 'interleaved=True'."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="As in the call: a backend, or the grammar of HAL_BACKEND.")
+    ] = None,
+) -> None:
+    """Who would run a call, who would not, and why. Needs no device: arguments are described, not made.
+
+    Arguments that are not given are as in a small typical call, in the sizes and on the device of those that are.
+
+    Example: hal explain rope_kv_write 'q=bf16[64,32,192]@npu:0' --backend ascend
+    """
+    import hal
+    from hal._notation import parse_argument
+    from hal.registry._dispatch import example_signature
+    from hal.registry._table import live
+
+    spec = live.current().spec(op)
+    given = dict(parse_argument(op, a) for a in arguments or ())
+    told = hal.explain(op, example_signature(spec, given), backend=backend)
+    print(told)
+    raise typer.Exit(OK if told.chosen else FAILED)
+
+
+@app.command()
+def doctor(
+    op: Annotated[list[str] | None, typer.Option("--op", help="Only these ops.")] = None,
+    backend: Annotated[list[str] | None, typer.Option("--backend", help="Only these backends.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each backend's child process.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+) -> None:
+    """Runs every op, small, on every ready backend, each in a child process, and says what it saw."""
+    from hal import _doctor
+
+    raise typer.Exit(_doctor.main(op, backend, timeout, as_json))
+
+
+@app.command()
+def warmup(
+    device: Annotated[str, typer.Option(help="Whose backends to prepare.")] = "cpu",
+    op: Annotated[list[str] | None, typer.Option("--op", help="Only these ops.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+) -> None:
+    """Compiles kernels ahead of the first request and shows how long each backend took."""
+    import hal
+
+    seconds = hal.warmup(device, ops=op, backend=backend)
+    for name, s in seconds.items():
+        print(f"{name}: {s:.2f} s")
+    if not seconds:
+        print(f"no ready backend for {device} has a warm-up")
+        raise typer.Exit(NOTHING)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Your own prompt; repeat for several at once.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
+    dtype: Annotated[str, typer.Option(help="float32 (tokens equal transformers') or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda.")] = "cpu",
+    random_weights: Annotated[
+        bool, typer.Option(help="A Llama of the same shape with random weights.")
+    ] = False,
+    check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
+) -> None:
+    """Serves a real language model through hal's ops: several prompts at once, streamed. HAL_BACKEND picks the backend."""
+    raise typer.Exit(
+        _call(
+            "hal.demo.cli", "main", "hal demo", "demo",
+            prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights, check=check,
+        )
+    )  # fmt: skip
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _call(module: str, function: str, what: str, extra: str, *args: Any, **kwargs: Any) -> int:
+    """Calls a part of hal that needs an extra; without it, says which one."""
+    from importlib import import_module
+
+    try:
+        fn = getattr(import_module(module), function)
+        return int(fn(*args, **kwargs))
+    except ModuleNotFoundError as e:
+        if e.name and e.name.split(".")[0] == "hal":
+            raise
+        raise HalError(f"hal: {what} needs {e.name} — pip install 'hal-kernels[{extra}]'") from None
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+if __name__ == "__main__":
+    main()
