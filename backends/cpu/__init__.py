@@ -1,8 +1,23 @@
-"""The manifest of `cpu`: numba kernels. Data alone; nothing here imports torch or numba."""
+"""The manifest of `cpu`: numba kernels, on a small pool of threads. Data alone; nothing here imports torch or numba."""
 
-from hal.registry import Backend, hookimpl
+from hal.registry import Backend, Impl, hookimpl
+
+_EXACT = ("get_last_loc", "assign_extend_cache_locs")
+"""The same bits every time. In the others, which of several equal slots is written last depends on the threads."""
 
 
 @hookimpl
 def hal_backend() -> Backend:
-    return Backend(name="cpu", lanes={"device": ("cpu",)}, ops={}, requires=("numba>=0.61",), extra="cpu")
+    return Backend(
+        name="cpu",
+        lanes={"device": ("cpu",)},
+        ops={
+            op: Impl(f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT)
+            for op in (*_EXACT, "rope_kv_write", "kv_transfer")
+        },
+        requires=("numba>=0.61",),
+        extra="cpu",
+        probe="hal.backends.cpu.warmup:probe",
+        limits={"device": "tensors are in host memory"},
+        warmup="hal.backends.cpu.warmup:warmup",
+    )

@@ -1,0 +1,27 @@
+"""What the launchers share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError
+from hal.backends.cpu._bits import HALF
+
+FORMAT = {
+    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16",
+    torch.float16: HALF, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+"""dtype -> the format of a kernel's pointer."""
+
+
+def need_cpu(op: str, *tensors: Tensor | None) -> None:
+    """Raises where a tensor's address is not host memory: a kernel would crash on it."""
+    for t in tensors:
+        if t is not None and not t.is_cpu:
+            raise ArgumentError(op, "backend", "CPU tensors, for backend 'cpu'", f"a tensor on {t.device}")
+
+
+def rejected(device: str) -> str | None:
+    """What every op's `supports` says of a call on `device`."""
+    return None if device == "cpu" else f"device: tensors on {device}; these kernels read host memory, and copy nothing"

@@ -1,0 +1,253 @@
+"""rope_kv_write on the CPU: rotates q and k in place, writes k and v to their cache slots, a token at a time.
+
+q [n, Hq, D], k [n, Hk, D], v [n, Hk, Dv] with free token and head strides; caches [slots, Hk, D] or [pages, page,
+Hk, D], any strides but the last. All strides below are in elements. Invariants: a row of the cache that has k's
+dtype is a copy of the rotated row, never a second rotation; position and slot are compared in int64 before
+an address is made of them. A token's heads stay in the L1 cache from the rotation to the copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from hal.backends.cpu._bits import FORMATS, I32, I64, cast, decode, encode, load, move, shift, store, take, view
+from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._jit import Kernel, inline
+from hal.backends.cpu._pool import run
+
+LANES = 16
+"""Pairs in a block: one AVX-512 register of fp32; LLVM splits it where registers are shorter."""
+SAME, E4M3, E5M2 = 0, 1, 2
+KIND = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _rotate_block(typingctx: Any, x: Any, y: Any, cos: Any, sin: Any, i: Any, step: Any) -> Any:
+    """`_rotate` of pairs i to i + LANES, in vectors; `step` is the distance within a pair, None: they are neighbours.
+
+    Everything is loaded before anything is stored, so x and y may be one: left to LLVM, its test for
+    overlap would then choose the scalar loop.
+    """
+    lanes = ir.VectorType
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        def block(p: Any, at: Any, n: int) -> Any:
+            raw = b.gep(p, [at])
+            return b.bitcast(raw, lanes(raw.type.pointee, n).as_pointer())
+
+        def read(p: Any, kind: str, at: Any, n: int = LANES) -> Any:
+            where = block(p, at, n)
+            return decode(b, kind, b.load(where, align=FORMATS[kind].bits // 8))
+
+        def write(p: Any, kind: str, at: Any, value: Any) -> None:
+            b.store(encode(b, kind, value), block(p, at, value.type.count), align=FORMATS[kind].bits // 8)
+
+        def mix(v: Any, w: Any, order: list[int]) -> Any:
+            return b.shuffle_vector(v, w, ir.Constant(lanes(I32, len(order)), order))
+
+        px, py, pc, ps, at, far = args
+        c, s = read(pc, "fp32", at), read(ps, "fp32", at)
+        if interleaved:
+            first = b.shl(at, I64(1))
+            both = read(px, x.kind, first, 2 * LANES)
+            u, v = (mix(both, both, list(range(o, 2 * LANES, 2))) for o in (0, 1))
+        else:
+            u, v = read(px, x.kind, at), read(px, x.kind, b.add(at, far))
+        contract = ("contract",)
+        new_u = b.fsub(b.fmul(u, c, contract), b.fmul(v, s, contract), contract)
+        new_v = b.fadd(b.fmul(v, c, contract), b.fmul(u, s, contract), contract)
+        if interleaved:
+            order = [j for i in range(LANES) for j in (i, LANES + i)]
+            write(py, y.kind, first, mix(new_u, new_v, order))
+        else:
+            write(py, y.kind, at, new_u)
+            write(py, y.kind, b.add(at, far), new_v)
+        return context.get_dummy_value()
+
+    interleaved = isinstance(step, types.NoneType)
+    return types.void(x, y, cos, sin, types.int64, step), codegen
+
+
+@inline
+def _rotate(x, y, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
+    """y = the first 2 * half elements of x, rotated; x and y may be one."""
+    whole = half - half % LANES
+    if interleaved:
+        for i in range(0, whole, LANES):
+            _rotate_block(x, y, cos, sin, i, None)
+        for i in range(whole, half):
+            c, s, u, v = load(cos, i), load(sin, i), load(x, 2 * i), load(x, 2 * i + 1)
+            store(y, 2 * i, u * c - v * s)
+            store(y, 2 * i + 1, v * c + u * s)
+    else:
+        for i in range(0, whole, LANES):
+            _rotate_block(x, y, cos, sin, i, half)
+        for i in range(whole, half):
+            c, s, u, v = load(cos, i), load(sin, i), load(x, i), load(x, half + i)
+            store(y, i, u * c - v * s)
+            store(y, half + i, v * c + u * s)
+
+
+@inline
+def _widen(x, y, n):  # type: ignore[no-untyped-def]
+    for i in range(n):
+        store(y, i, load(x, i))
+
+
+@inline
+def _scaled(x, cache, at, n, kind, scale):  # type: ignore[no-untyped-def]
+    if kind == E4M3:
+        y = shift(cast(cache, "e4m3"), at)
+        for i in range(n):
+            store(y, i, load(x, i) / scale)
+    else:
+        z = shift(cast(cache, "e5m2"), at)
+        for i in range(n):
+            store(z, i, load(x, i) / scale)
+
+
+@inline
+def _copy(x, x_head, cache, at, c_head, heads, dim):  # type: ignore[no-untyped-def]
+    """A token's rows [heads, dim] to element `at` of a cache of their own dtype."""
+    y = shift(cast(cache, x), at)
+    if x_head == dim and c_head == dim:
+        move(y, x, heads * dim)
+    else:
+        for h in range(heads):
+            move(shift(y, h * c_head), shift(x, h * x_head), dim)
+
+
+def _kernel(  # type: ignore[no-untyped-def]
+    counter, grain, n,
+    q, q_token, q_head, q_heads, k, k_token, k_head, kv_heads, dim, v, v_token, v_head, v_dim,
+    table, table_fp32, max_positions, rotary, positions, positions_64, slots, slots_64, num_slots, page,
+    k_cache, kc_kind, kc_page, kc_token, kc_head, k_scale, v_cache, vc_kind, vc_page, vc_token, vc_head, v_scale,
+    interleaved, write_k,
+):  # fmt: skip
+    half = rotary // 2
+    scratch = np.empty(rotary + dim, np.float32)
+    row = view(scratch.ctypes.data, "fp32")
+    wide = shift(row, rotary)
+    begin = take(counter, grain) if grain else 0
+    while begin < n:
+        for t in range(begin, min(begin + grain, n) if grain else n):
+            p = load(cast(positions, "i64"), t) if positions_64 else load(cast(positions, "i32"), t)
+            if p < 0 or p >= max_positions:
+                continue
+            if table_fp32:
+                cos = shift(cast(table, "fp32"), p * rotary)
+            else:
+                cos = row
+                _widen(shift(cast(table, q), p * rotary), row, rotary)
+            sin = shift(cos, half)
+            for h in range(q_heads):
+                x = shift(q, t * q_token + h * q_head)
+                _rotate(x, x, cos, sin, half, interleaved)
+
+            slot = -1
+            if num_slots:
+                slot = load(cast(slots, "i64"), t) if slots_64 else load(cast(slots, "i32"), t)
+                if slot >= num_slots:
+                    slot = -1
+            kt = shift(k, t * k_token)
+            if slot < 0:
+                if write_k:
+                    for h in range(kv_heads):
+                        x = shift(kt, h * k_head)
+                        _rotate(x, x, cos, sin, half, interleaved)
+                continue
+            at = slot // page * kc_page + slot % page * kc_token
+            if kc_kind == SAME:
+                if write_k:
+                    for h in range(kv_heads):
+                        x = shift(kt, h * k_head)
+                        _rotate(x, x, cos, sin, half, interleaved)
+                    _copy(kt, k_head, k_cache, at, kc_head, kv_heads, dim)
+                else:
+                    for h in range(kv_heads):
+                        x = shift(kt, h * k_head)
+                        y = shift(cast(k_cache, k), at + h * kc_head)
+                        _rotate(x, y, cos, sin, half, interleaved)
+                        move(shift(y, rotary), shift(x, rotary), dim - rotary)
+            else:
+                for h in range(kv_heads):
+                    x = shift(kt, h * k_head)
+                    _rotate(x, wide, cos, sin, half, interleaved)
+                    _widen(shift(x, rotary), shift(wide, rotary), dim - rotary)
+                    if write_k:
+                        _widen(wide, x, rotary)
+                    _scaled(wide, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
+            vt = shift(v, t * v_token)
+            at = slot // page * vc_page + slot % page * vc_token
+            if vc_kind == SAME:
+                _copy(vt, v_head, v_cache, at, vc_head, kv_heads, v_dim)
+            else:
+                for h in range(kv_heads):
+                    _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
+        begin = take(counter, grain) if grain else n
+
+
+kernel = Kernel(
+    _kernel,
+    "i64 int int  *x int int int *x int int int int *x int int int  u8 bool int int u8 bool u8 bool int int "
+    "u8 int int int int float u8 int int int int float  bool bool",
+)
+NONE = (0, SAME, 0, 0, 0, 1.0)
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    write_k: bool = True,
+) -> None:
+    need_cpu("rope_kv_write", q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots)
+    n, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    q_token, q_head, _ = q.stride()
+    k_token, k_head, _ = k.stride()
+    max_positions, rotary = cos_sin_cache.shape
+    v_args, slot_args, k_to, v_to = (0, 0, 0, 0), (0, False, 0, 1), NONE, NONE
+    if k_cache is not None and v_cache is not None and slots is not None and v is not None:
+        v_token, v_head, _ = v.stride()
+        v_args = (v.data_ptr(), v_token, v_head, v.shape[2])
+        page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+        slot_args = (slots.data_ptr(), slots.dtype is torch.int64, k_cache.shape[0] * page, page)
+        k_to, v_to = _cache(k_cache, k_scale), _cache(v_cache, v_scale)
+    run(
+        kernel(FORMAT[q.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
+        (
+            q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim, *v_args,
+            cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
+            positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to, interleaved, write_k,
+        ),
+        (q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots),
+    )  # fmt: skip
+
+
+def _cache(cache: Tensor, scale: float | Tensor | None) -> tuple[int, int, int, int, int, float]:
+    """Address, kind, page, token and head strides, scale. Without pages, a page is one token."""
+    st = cache.stride()
+    page, token, head = (st[0], st[1], st[2]) if len(st) == 4 else (st[0], 0, st[1])
+    factor = 1.0 if scale is None else float(scale)
+    return cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, factor
+
+
+def supports(sig: Any) -> str | None:
+    return rejected(sig.device)

@@ -1,0 +1,51 @@
+"""Compiling every kernel ahead of the first request, and whether this machine can run them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hal.backends.cpu._jit import Kernel
+
+OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+
+
+def probe() -> str | None:
+    """Why these kernels can't run here: they read numbers as little-endian bits through 64-bit addresses."""
+    if sys.byteorder != "little" or sys.maxsize < 2**32:
+        return f"the kernels need a 64-bit little-endian machine; this one is {sys.byteorder}-endian"
+    return None
+
+
+def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
+    """The kernel of `op`, and the formats of each of its variants: there are no others."""
+    from importlib import import_module
+
+    from hal.backends.cpu._bits import HALF
+
+    kernel = import_module(f"hal.backends.cpu.{op}").kernel
+    index = ("i64", "i32")
+    found: dict[str, list[tuple[str, ...]]] = {
+        "get_last_loc": list(product(index, repeat=2)),
+        "assign_extend_cache_locs": list(product(index, repeat=4)),
+        "rope_kv_write": [("bf16",), (HALF,), ("fp32",)],
+        "kv_transfer": [()],
+    }
+    return kernel, found[op]
+
+
+def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
+    """Compiles every variant of `ops`, or loads it from the cache on disk, so that no request waits for it.
+
+    Args:
+        ops: names; those of other backends are ignored.
+        device, options: unused: the compiled code fits every shape.
+    """
+    for op in ops:
+        if op in OPS:
+            kernel, found = variants(op)
+            for variant in found:
+                kernel(*variant)
