@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from hal.conformance._arena import POISONS, Block, Placed
-from hal.conformance._proofs import (
-    NOT_APPLICABLE,
-    NOT_RUN,
-    Failure,
-    Outcome,
-    Refused,
-    Run,
-    short_trace,
-)
+from hal.conformance._proofs import Outcome, Refused, Run, short_trace
+from hal.conformance._result import NOT_APPLICABLE, NOT_RUN
+from hal.conformance._verdict import Failure
 from hal.ops._spec import Sample
+
+_cuda: Any = torch.cuda  # parts of it have no annotations
 
 SPIN_MS = 60
 """How long the kernel spins that a call must not wait for: far longer than any launch, far shorter than a hang."""
@@ -39,7 +35,7 @@ def _needs_cuda(run: Run) -> None:
 @contextmanager
 def spinning(ms: float = SPIN_MS) -> Iterator[None]:
     """Keeps the current stream busy for about `ms` before anything that is launched inside."""
-    torch.cuda._sleep(int(ms * 1e-3 * _cycles_per_second()))
+    _cuda._sleep(int(ms * 1e-3 * _cycles_per_second()))
     yield
 
 
@@ -48,11 +44,11 @@ _RATE: list[float] = []
 
 def _cycles_per_second() -> float:
     if not _RATE:
-        torch.cuda._sleep(1_000_000)
+        _cuda._sleep(1_000_000)
         torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         begin.record()
-        torch.cuda._sleep(20_000_000)
+        _cuda._sleep(20_000_000)
         end.record()
         end.synchronize()
         _RATE.append(20_000_000 / (begin.elapsed_time(end) * 1e-3))
@@ -94,7 +90,7 @@ def stream(run: Run) -> None:
         for b in _inputs(placed):
             b.raw.fill_(0)
         torch.cuda.synchronize(run.device)
-        side = torch.cuda.Stream(run.device)
+        side = _cuda.Stream(run.device)
         with torch.cuda.stream(side), spinning():
             for b, whole in zip(_inputs(placed), final, strict=True):
                 b.raw.copy_(whole)
@@ -154,7 +150,7 @@ def graph(run: Run) -> None:
             if run.spec.core and run.target.backend != "reference":
                 raise Failure("not declared graph_safe, which a core op must be")
             raise Outcome(NOT_APPLICABLE, "not declared graph_safe")
-        side = torch.cuda.Stream(run.device)
+        side = _cuda.Stream(run.device)
         with torch.cuda.stream(side):
             call()
         torch.cuda.synchronize(run.device)

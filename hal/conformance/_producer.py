@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def late_copy(table, spin_ns, WAIT: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program i copies ``table[i] = (source, target, bytes)``.
 

@@ -34,7 +34,7 @@ from hal.conformance._result import (
     Case,
     Result,
 )
-from hal.conformance._target import Bound, Target
+from hal.conformance._target import Target
 from hal.conformance._verdict import Failure, judge
 from hal.conformance._watch import code_of, watch
 from hal.kvpool import KVPool
@@ -564,7 +564,7 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "npu":
-        torch.npu.synchronize()
+        torch.get_device_module(device).synchronize()
 
 
 def census(device: torch.device) -> tuple[int, int, int, int]:
@@ -584,6 +584,3 @@ def first_line(e: BaseException) -> str:
 
 def short_trace(e: BaseException) -> str:
     return "".join(traceback.format_tb(e.__traceback__)[-3:]).rstrip()
-
-
-__all__ = ["Bound", "Failure", "Refused", "Run", "refusal", "run_case"]

@@ -69,9 +69,8 @@ def verdict(
             some = [c for c in bad if outcomes.get(c.id, NOT_RUN) == outcome]
             if some:
                 why = f" ({reasons.get(some[0].id, '').splitlines()[0]})" if reasons.get(some[0].id) else ""
-                lacking.append(
-                    f"{op}: {len(some)} required case{'s' * (len(some) > 1)} {MARKS[outcome].lower()}, first {some[0].id}{why}"
-                )
+                many = f"{len(some)} required case{'s' * (len(some) > 1)}"
+                lacking.append(f"{op}: {many} {MARKS[outcome].lower()}, first {some[0].id}{why}")
     optional = [i for i in failed if i not in {c.id for c in cases if c.tag == "required" and c.op in set(core)}]
     if optional:
         lacking.append(f"{len(optional)} other case{'s' * (len(optional) > 1)} failed, first {optional[0]}")
@@ -174,12 +173,12 @@ def terminal(report: Mapping[str, Any]) -> str:
         " " * width + "  " + "  ".join(op.ljust(n) for op, n in zip(ops, columns, strict=True)),
     ]
     for proof in proofs:
-        row = (cell(table[op].get(proof, {})).ljust(n) if proof in table[op] else "".ljust(n)
+        cells = (cell(table[op].get(proof, {})).ljust(n) if proof in table[op] else "".ljust(n)
                for op, n in zip(ops, columns, strict=True))  # fmt: skip
-        lines.append(f"{proof.ljust(width)}  {'  '.join(row)}".rstrip())
+        lines.append(f"{proof.ljust(width)}  {'  '.join(cells)}".rstrip())
     lines.append("")
-    for op, row in room(report["cases"]).items():
-        lines.append(f"error / bound of {op}: " + ", ".join(f"{d} {v:.3f}" for d, v in sorted(row.items())))
+    for op, worst in room(report["cases"]).items():
+        lines.append(f"error / bound of {op}: " + ", ".join(f"{d} {v:.3f}" for d, v in sorted(worst.items())))
     for op, row in result["features"].items():
         lines.append(f"features of {op}: " + ", ".join(f"{f} {v}" for f, v in sorted(row.items())))
     for waiver in report["waivers"]:
@@ -260,14 +259,19 @@ def _plain(text: str) -> str:
 
 
 _STYLE = """
-:root{--ink:#1c1c1a;--soft:#6b6a66;--line:#dcdad4;--paper:#fbfaf7;--good:#2f6f4f;--bad:#b3261e;--mark:#c98a1b}
-@media(prefers-color-scheme:dark){:root{--ink:#e8e6e1;--soft:#a09d96;--line:#3a3936;--paper:#171715;--good:#7dc4a0;--bad:#ff8a80;--mark:#e5b25d}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:70rem;margin:2rem auto;padding:0 1rem}
+:root{--ink:#1c1c1a;--soft:#6b6a66;--line:#dcdad4;--paper:#fbfaf7;
+  --good:#2f6f4f;--bad:#b3261e;--mark:#c98a1b}
+@media(prefers-color-scheme:dark){:root{--ink:#e8e6e1;--soft:#a09d96;--line:#3a3936;--paper:#171715;
+  --good:#7dc4a0;--bad:#ff8a80;--mark:#e5b25d}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
+  max-width:70rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .5rem}p{margin:.3rem 0}.soft{color:var(--soft)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
+th,td{text-align:left;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);
+  vertical-align:top;white-space:nowrap}
 td.why{white-space:pre-wrap;overflow-wrap:anywhere}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}.dim{color:var(--soft)}
-code,pre{font:13px/1.45 ui-monospace,monospace}pre{background:color-mix(in srgb,var(--ink) 6%,transparent);padding:.6rem;overflow-x:auto}
+code,pre{font:13px/1.45 ui-monospace,monospace}
+pre{background:color-mix(in srgb,var(--ink) 6%,transparent);padding:.6rem;overflow-x:auto}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}
 """
 
@@ -330,9 +334,8 @@ def page(report: Mapping[str, Any]) -> str:
             parts.append(f"<h2>{title}: {len(some)}</h2><div class=wide><table>{rows}</table></div>")
     parts.append("<h2>What it ran with</h2><div class=wide><table>")
     for d in report["environment"]["distributions"]:
-        parts.append(
-            f"<tr><td>{e(d['name'])}<td>{e(d['version'])}<td class=dim><code>{e(d['record_sha256'] or 'no RECORD')}</code>"
-        )
+        record = e(d["record_sha256"] or "no RECORD")
+        parts.append(f"<tr><td>{e(d['name'])}<td>{e(d['version'])}<td class=dim><code>{record}</code>")
     for name in ("python", "platform"):
         parts.append(f"<tr><td>{name}<td colspan=2>{e(report['environment'][name])}")
     parts.append("</table></div></html>")
@@ -343,7 +346,8 @@ def _bars(rows: list[tuple[str, str, float]]) -> str:
     """A bar per op and dtype, with the bound as a line at 1."""
     height, left, span = 22, 230, 420
     out = [
-        f"<div class=wide><svg width={left + span + 90} height={height * len(rows) + 30} role=img aria-label='error over bound'>"
+        f"<div class=wide><svg width={left + span + 90} height={height * len(rows) + 30} role=img "
+        "aria-label='error over bound'>"
     ]
     for i, (op, dtype, value) in enumerate(rows):
         y = i * height + 4
@@ -356,6 +360,7 @@ def _bars(rows: list[tuple[str, str, float]]) -> str:
     x = left + span
     bottom = height * len(rows) + 4
     out.append(
-        f"<line x1={x} y1=0 x2={x} y2={bottom} stroke='var(--mark)' stroke-width=1.5/><text x={x} y={bottom + 18} text-anchor=middle>bound</text>"
+        f"<line x1={x} y1=0 x2={x} y2={bottom} stroke='var(--mark)' stroke-width=1.5/>"
+        f"<text x={x} y={bottom + 18} text-anchor=middle>bound</text>"
     )
     return "".join(out) + "</svg></div>"

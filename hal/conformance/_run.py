@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
@@ -245,7 +245,11 @@ def main(
     Returns:
         0 ok, 1 failed, 2 a wrong option, 3 nothing ran.
     """
-    say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)
+
     try:
         if verify is not None:
             return check(Path(verify), rerun, say)
@@ -507,8 +511,9 @@ def replay(op: str, backend: str, lane: str = "device", **params: Any) -> None:
         backend: a backend's name.
         params: what its contract's `make` takes: what a failing case prints.
     """
-    from hal.conformance._proofs import Failure, Refused, Run
+    from hal.conformance._proofs import Refused, Run
     from hal.conformance._target import RegistryTarget
+    from hal.conformance._verdict import Failure
     from hal.registry._table import live
 
     spec = live.current().spec(op)

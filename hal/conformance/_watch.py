@@ -43,4 +43,4 @@ def watch(foreign: Mapping[CodeType, str], own: CodeType | None = None) -> Itera
         yield seen
     finally:
         sys.setprofile(before)
-        threading.setprofile(before_threads)  # type: ignore[arg-type]
+        threading.setprofile(before_threads)
