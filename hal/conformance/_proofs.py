@@ -65,6 +65,7 @@ class Run:
         trial: called before something is tried whose crash would be no failure.
         examples: how many shapes Hypothesis draws.
         fixed: draw the same shapes every time (when certifying).
+        imports: modules that register the backend, for the snippet.
     """
 
     target: Target
@@ -73,6 +74,7 @@ class Run:
     trial: Callable[[], None] = lambda: None
     examples: int = 60
     fixed: bool = True
+    imports: Sequence[str] = ()
     room: dict[str, float] = field(default_factory=dict)
     failing: dict[str, Any] | None = None
 
@@ -456,12 +458,13 @@ def run_case(
     trial: Callable[[], None] = lambda: None,
     examples: int = 60,
     fixed: bool = True,
+    imports: Sequence[str] = (),
 ) -> Result:
     """Proves one case on a target. Never raises: whatever happens is the outcome."""
     from hal.conformance._device import PROOFS as DEVICE
 
     began = time.perf_counter()
-    run = Run(target, spec, case, trial, examples, fixed)
+    run = Run(target, spec, case, trial, examples, fixed, imports)
     result = Result(case.id, PASSED)
     try:
         why = target.ready(case.op)
@@ -497,13 +500,14 @@ def refusal(case: Case, target: Target, why: str) -> tuple[str, str]:
 def snippet(run: Run) -> str:
     """A program that runs the failing example again."""
     t = run.target
+    head = "".join(f"import {module}\n" for module in run.imports)
     if run.case.proof in ("value", "ragged", "sequence", "large") and run.failing is not None:
         params = "".join(f", {k}={v!r}" for k, v in run.failing.items())
         return (
             f"from hal.conformance import replay\nreplay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})\n"
         )
     return (
-        "from hal.conformance import replay_case\n"
+        f"{head}from hal.conformance import replay_case\n"
         f"replay_case({run.case.id!r}, backend={t.backend!r}, lane={t.lane!r})\n"
     )
 

@@ -191,15 +191,12 @@ def terminal(report: Mapping[str, Any]) -> str:
     skipped: dict[tuple[str, str, str], int] = {}
     for case in report["cases"]:
         if case["outcome"] in (NOT_RUN, REFUSED):
-            key = (
-                MARKS[case["outcome"]],
-                f"{case['op']}/{case['proof']}",
-                case["reason"].splitlines()[0] if case["reason"] else "",
-            )
+            why = case["reason"].splitlines()[0] if case["reason"] else ""
+            key = (MARKS[case["outcome"]], case["op"], why)
             skipped[key] = skipped.get(key, 0) + 1
     if skipped:
         lines.append("")
-    lines += [f"{mark} {where} ({n}): {why}" for (mark, where, why), n in skipped.items()]
+    lines += [f"{mark}: {op}, {n} case{'s' * (n > 1)}: {why}" for (mark, op, why), n in skipped.items()]
     counts = ", ".join(f"{n} {MARKS[o].lower()}" for o, n in result["counts"].items() if n)
     lines += ["", counts.replace(" ok", " passed")]
     if report["certify"]:

@@ -55,6 +55,7 @@ def _run(job: dict[str, Any], say: Any) -> None:
             trial=lambda case_id=case_id: say(trial=case_id),  # type: ignore[misc]
             fixed=job["fixed"],
             examples=job["examples"],
+            imports=job["imports"],
         )
         say(end=result.to_json())
     say(done=True)

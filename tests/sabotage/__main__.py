@@ -7,10 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from hal.ops import BUILTIN
 from sabotage import faults
 from sabotage._run import false_alarms, kill
-
-from hal.ops import BUILTIN
 
 
 def main() -> int:

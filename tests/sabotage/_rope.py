@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sabotage._healthy import fault
 
 from hal.ops import spec
 from hal.ops._spec import FP8
+from sabotage._healthy import fault
 
 ROPE = "rope_kv_write"
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sabotage._healthy import Fault, healthy
 
 from hal.conformance._cases import cases_of
 from hal.conformance._proofs import run_case
@@ -17,6 +16,7 @@ from hal.conformance._result import FAILED, Case
 from hal.conformance._run import execute
 from hal.conformance._target import DirectTarget
 from hal.ops import spec
+from sabotage._healthy import Fault, healthy
 
 SILENCE = 8.0
 """Seconds after which a silent worker counts as hung; the case it runs takes milliseconds."""

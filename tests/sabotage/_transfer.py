@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sabotage._healthy import fault
 
 from hal.kvpool import KVPool
 from hal.ops import spec
+from sabotage._healthy import fault
 
 COPY = "kv_transfer"
 
