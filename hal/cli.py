@@ -82,15 +82,11 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
     backends = Table(
         "backend", "from", "lane", "state", "why, and what would help", title="Backends", title_justify="left"
     )
-    backends.add_row(
-        "reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there"
-    )
+    backends.add_row("reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there")
     for b in data["backends"]:
         for lane, s in b["lanes"].items():
             why = s["reason"] + (f" — {s['remedy']}" if s["remedy"] else "")
-            backends.add_row(
-                b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why)
-            )
+            backends.add_row(b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why))
     console.print(backends)
     names = ["reference", *(b["name"] for b in data["backends"])]
     ops = Table("op", *names, title="Ops", title_justify="left")
@@ -174,9 +170,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
     dtype: Annotated[str, typer.Option(help="float32 (tokens equal transformers') or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda.")] = "cpu",
-    random_weights: Annotated[
-        bool, typer.Option(help="A Llama of the same shape with random weights.")
-    ] = False,
+    random_weights: Annotated[bool, typer.Option(help="A Llama of the same shape with random weights.")] = False,
     check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
 ) -> None:
     """Serves a real language model through hal's ops: several prompts at once, streamed. HAL_BACKEND picks the backend."""
@@ -184,6 +178,34 @@ def demo(
         _call(
             "hal.demo.cli", "main", "hal demo", "demo",
             prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights, check=check,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def conformance(
+    backend: Annotated[
+        str | None, typer.Argument(help="A backend's name, or reference. Not needed with --verify.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeat for several.")] = None,
+    lane: Annotated[str | None, typer.Option(help="device, interpreter or lowered.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where, if not the lane's first: cuda:1.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A folder for report.json, report.xml (JUnit), report.html.")
+    ] = None,
+    certify: Annotated[bool, typer.Option(help="Fixed seeds, all ops; exit code 1 unless certified.")] = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="A module that registers a backend which is not packaged yet."),
+    ] = None,
+    verify: Annotated[Path | None, typer.Option(help="A report.json to check instead of a run.")] = None,
+    rerun: Annotated[int, typer.Option(help="With --verify: how many of its cases to run again.")] = 0,
+) -> None:
+    """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
+    raise typer.Exit(
+        _call(
+            "hal.conformance", "main", "hal conformance", "conformance",
+            backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
         )
     )  # fmt: skip
 

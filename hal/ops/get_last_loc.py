@@ -80,12 +80,13 @@ def _make(
         "req_pool_indices": odd_indices(
             randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
         ),
+        # One place on: an odd length must meet a valid request, or the request alone decides.
         "prefix_lens": odd_indices(
             randint(g, 1, width + 1, (bs,)),
             width + 1,
             "valid" if values == "equal" else values,
             INDEX_DTYPES[lens],
-        ),
+        ).roll(1),
     }
 
 

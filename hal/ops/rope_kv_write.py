@@ -307,7 +307,8 @@ def _make(
     args["k_cache"], args["v_cache"] = _caches(g, (*lead, kv_heads), (head_dim, dv), kind, cache_view)
     order = torch.randperm(slots, generator=g)
     order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
-    args["slots"] = odd_indices(order, slots, values, INDEX_DTYPES[slot])
+    # One place on: an odd slot must meet a valid position, or the position alone decides.
+    args["slots"] = odd_indices(order, slots, values, INDEX_DTYPES[slot]).roll(1)
     if scale != "none":
         args["k_scale"], args["v_scale"] = 0.37, 2.25
     if scale == "tensor":

@@ -1,0 +1,200 @@
+"""What is being judged: a backend on a lane and a device, through a seam of four questions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+
+import hal
+from hal._errors import BackendError, NoBackendError, SelectionError
+from hal.conformance._watch import code_of
+from hal.ops import spec as spec_of
+from hal.ops._spec import Signature
+from hal.registry import Impl
+from hal.registry._discover import resolve
+from hal.registry._dispatch import dispatcher
+from hal.registry._table import live
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A backend's own launcher of one op, and what its manifest says of it."""
+
+    fn: Callable[..., Any]
+    supports: Callable[[Signature], str | None]
+    impl: str
+    graph_safe: bool = True
+    deterministic: bool = True
+
+
+class Target(Protocol):
+    """A backend as the suite sees it. `RegistryTarget` is the real one, `DirectTarget` a lone function."""
+
+    backend: str
+    lane: str
+    device: torch.device
+    limits: tuple[str, ...] | None
+    """The names with which a refusal may start; None: there is no manifest to ask."""
+
+    def ready(self, op: str) -> str | None:
+        """None, or why the backend has no such op or can't run."""
+
+    def bound(self, op: str, arguments: Mapping[str, Any] | None = None) -> Bound:
+        """The launcher that `hal.bind` hands out for such arguments; NoBackendError where it refuses them."""
+
+    def implementations(self, op: str) -> tuple[Bound, ...]:
+        """All launchers of the op on this backend, whatever they support."""
+
+    def dispatch(self, op: str, arguments: Mapping[str, Any]) -> Any:
+        """The public function, with this backend named."""
+
+    def foreign(self, op: str) -> dict[CodeType, str]:
+        """Code that must not run while this backend does: code -> whose it is."""
+
+
+@dataclass
+class DirectTarget:
+    """A function that nobody registered: for the suite's own tests and the sabotaged backends."""
+
+    fns: Mapping[str, Bound]
+    backend: str = "direct"
+    lane: str = "device"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limits: tuple[str, ...] | None = None
+
+    def ready(self, op: str) -> str | None:
+        return None if op in self.fns else "unimplemented"
+
+    def bound(self, op: str, arguments: Mapping[str, Any] | None = None) -> Bound:
+        found = self.fns[op]
+        if arguments is not None:
+            why = found.supports(spec_of(op).sign(arguments))
+            if why is not None:
+                raise NoBackendError(why)
+        return found
+
+    def implementations(self, op: str) -> tuple[Bound, ...]:
+        return (self.fns[op],)
+
+    def dispatch(self, op: str, arguments: Mapping[str, Any]) -> Any:
+        spec_of(op).check_call(arguments)
+        return self.bound(op, arguments).fn(**arguments)
+
+    def foreign(self, op: str) -> dict[CodeType, str]:
+        return {spec_of(op).reference.__code__: "hal's reference"}
+
+
+def always(signature: Signature) -> str | None:
+    """Supports everything that the contract allows."""
+    return None
+
+
+@dataclass
+class RegistryTarget:
+    """A backend as the registry knows it, on one lane of it."""
+
+    backend: str
+    lane: str
+    device: torch.device
+    limits: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, backend: str, lane: str, device: str | None = None) -> RegistryTarget:
+        """The backend on the lane that the process is in (``HAL_LANE``).
+
+        Raises:
+            SelectionError: no such backend, or no such lane of it.
+        """
+        table = live.current()
+        if backend == "reference":
+            return cls(backend, lane, torch.device(device or "cpu"))
+        table.parse(backend, "backend={!r}")
+        entry = table.entries[backend.partition("/")[0]]
+        manifest = entry.manifest
+        if manifest is None:
+            raise SelectionError(f"hal: conformance: {backend} is {entry.state(lane)}")
+        if lane not in manifest.lanes:
+            raise SelectionError(f"hal: conformance: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}")
+        where = torch.device(device or manifest.lanes[lane][0])
+        if where.type not in manifest.lanes[lane]:
+            raise SelectionError(
+                f"hal: conformance: {backend} takes {', '.join(manifest.lanes[lane])} in lane {lane}, not {where}"
+            )
+        return cls(backend, lane, where, tuple(manifest.limits))
+
+    def ready(self, op: str) -> str | None:
+        if self.backend == "reference":
+            return None
+        entry = live.current().entries[self.backend]
+        state = entry.op_state(op, self.lane)
+        return None if state.ready else str(state)
+
+    def bound(self, op: str, arguments: Mapping[str, Any] | None = None) -> Bound:
+        table = live.current()
+        if arguments is None:
+            return self.implementations(op)[0]
+        told = hal.explain(op, backend=self.backend, **arguments)
+        if told.chosen is None:
+            mine = [v for v in told.verdicts if v.name.partition("/")[0] == self.backend]
+            if all(v.state == "rejected" for v in mine):
+                raise NoBackendError("; ".join(v.reason for v in mine))
+            raise BackendError("; ".join(f"{v.name} is {v.state}: {v.reason}" for v in mine))
+        space = hal.bind(self.device, backend=self.backend, like={op: arguments})
+        fn = getattr(space, op)
+        if self.backend == "reference":
+            return Bound(fn, always, "reference", graph_safe=op != "kv_transfer")
+        entry = table.entries[self.backend]
+        impl = next(i for i in entry.impls(op) if entry.title(i) == told.chosen.name)
+        return self._bound(impl, told.chosen.name, fn)
+
+    def implementations(self, op: str) -> tuple[Bound, ...]:
+        table = live.current()
+        spec = table.spec(op)
+        if self.backend == "reference":
+            return (Bound(spec.reference, always, "reference", graph_safe=op != "kv_transfer"),)
+        entry = table.entries[self.backend]
+        out = []
+        for impl in entry.impls(op):
+            fn = entry.bind(impl, spec.signature)
+            if callable(fn):
+                out.append(self._bound(impl, entry.title(impl), fn))
+        return tuple(out)
+
+    @staticmethod
+    def _bound(impl: Impl, title: str, fn: Callable[..., Any]) -> Bound:
+        supports = always if impl.supports is None else resolve(impl.supports)
+        return Bound(fn, supports, title, impl.graph_safe, impl.deterministic)
+
+    def dispatch(self, op: str, arguments: Mapping[str, Any]) -> Any:
+        return _dispatched(op)(**arguments, backend=self.backend)
+
+    def foreign(self, op: str) -> dict[CodeType, str]:
+        out: dict[CodeType, str] = {}
+        if self.backend != "reference":
+            reference = code_of(live.current().spec(op).reference)
+            if reference is not None:
+                out[reference] = "hal's reference"
+        for name, entry in live.current().entries.items():
+            if name == self.backend:
+                continue
+            for impl in entry.impls(op):
+                fn = impl.fn
+                if isinstance(fn, str):
+                    # Only what is imported can run; nothing is imported to look at it.
+                    module, _, attribute = fn.partition(":")
+                    fn = getattr(sys.modules.get(module), attribute, None)  # type: ignore[assignment]
+                code = code_of(fn) if callable(fn) else None
+                if code is not None:
+                    out[code] = name
+        return out
+
+
+@cache
+def _dispatched(op: str) -> Callable[..., Any]:
+    return dispatcher(op)

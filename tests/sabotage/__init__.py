@@ -1,0 +1,20 @@
+"""Backends each broken in one way, and the runner that shows that the suite kills every one.
+
+python -m sabotage                  # those that a CPU can show; the others are listed as not run
+python -m sabotage --device cuda    # those that need a device, too
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sabotage._healthy import Fault
+
+
+def faults() -> list[Fault]:
+    """Every fault, by op."""
+    from sabotage import _bookkeeping, _pdl, _rope, _transfer  # noqa: F401
+    from sabotage._healthy import FAULTS
+
+    return FAULTS

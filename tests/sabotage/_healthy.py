@@ -1,0 +1,83 @@
+"""The contracts' references, as a backend of their own: what every fault is built around.
+
+The code objects are copies, so that running one is not running hal's reference: a fault must be killed
+for what it does, not for whose code it borrows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from hal.conformance._target import Bound, always
+from hal.ops import spec
+from hal.ops._spec import Signature
+
+
+def copy_of(op: str) -> Callable[..., Any]:
+    """The reference of `op` with a code object of its own."""
+    fn = spec(op).reference
+    code = fn.__code__.replace(co_filename="healthy.py")
+    copy = FunctionType(code, fn.__globals__, op, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def healthy(op: str) -> Bound:
+    return Bound(copy_of(op), always, f"healthy {op}", graph_safe=True, deterministic=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A backend broken in one way.
+
+    Args:
+        name: what is wrong with it.
+        op: the op it breaks; only that op's cases are run.
+        make: () -> the broken implementation, fresh, so that no state outlives a run.
+        message: a regular expression that the killing case's message must match: it names the fault.
+        proofs: the proofs that may kill it, the likely ones first.
+        device: the device types on which it can be seen.
+        dies: it may end the process, so it runs in one of its own.
+    """
+
+    name: str
+    op: str
+    make: Callable[[], Bound]
+    message: str
+    proofs: tuple[str, ...] = ("value",)
+    device: tuple[str, ...] = ("cpu", "cuda")
+    dies: bool = False
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(
+    op: str,
+    message: str,
+    *proofs: str,
+    device: tuple[str, ...] = ("cpu", "cuda"),
+    dies: bool = False,
+    supports: Callable[[Signature], str | None] = always,
+    deterministic: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declares a fault: ``make(good) -> broken function``, named for what is wrong with it."""
+
+    def add(make: Callable[..., Any]) -> Callable[..., Any]:
+        def bound() -> Bound:
+            return Bound(make(copy_of(op)), supports, make.__name__, True, deterministic)
+
+        name = make.__name__.replace("_", " ")
+        if any(f.name == name and f.op == op for f in FAULTS):
+            raise TypeError(f"two faults are called {name}")
+        FAULTS.append(Fault(name, op, bound, message, proofs or ("value",), device, dies))
+        return make
+
+    return add
+
+
+def only(arguments: Mapping[str, Any], **change: Any) -> dict[str, Any]:
+    return {**arguments, **change}

@@ -1,0 +1,91 @@
+"""Runs the suite on each fault until something kills it, and keeps the score."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hal.conformance._cases import cases_of
+from hal.conformance._proofs import run_case
+from hal.conformance._result import FAILED, Case
+from hal.conformance._run import execute
+from hal.conformance._target import DirectTarget
+from hal.ops import spec
+from sabotage._healthy import Fault, healthy
+
+SILENCE = 8.0
+"""Seconds after which a silent worker counts as hung; the case it runs takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of a fault. `case` is what killed it; empty: it survived, or was not run."""
+
+    fault: Fault
+    outcome: str
+    case: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fault": self.fault.name, "op": self.fault.op, "outcome": self.outcome, "killed_by": self.case,
+            "message": self.message,
+        }  # fmt: skip
+
+
+def backend_of(fault: Fault) -> str:
+    return "sabotaged-" + fault.name.replace(" ", "-")
+
+
+def candidates(fault: Fault) -> Iterator[Case]:
+    for proof in fault.proofs:
+        yield from (c for c in cases_of(spec(fault.op)) if c.proof == proof)
+
+
+def kill(fault: Fault, device: str = "cpu") -> Kill:
+    """Runs cases on the fault until one fails for the reason that the fault names."""
+    began = time.perf_counter()
+
+    def done(outcome: str, case: str = "", message: str = "") -> Kill:
+        return Kill(fault, outcome, case, message, time.perf_counter() - began)
+
+    if device not in fault.device:
+        return done("not run", message=f"needs {' or '.join(fault.device)}")
+    if fault.dies:
+        return _kill_in_worker(fault, done)
+    target = DirectTarget({fault.op: fault.make()}, backend_of(fault), device=torch.device(device))
+    others = []
+    for case in candidates(fault):
+        result = run_case(case, target, spec(fault.op), examples=30)
+        if result.outcome == FAILED:
+            if re.search(fault.message, result.reason):
+                return done("killed", result.id, result.reason)
+            others.append(f"{result.id}: {result.reason}")
+    return done("survived", message="; ".join(others[:2]))
+
+
+def _kill_in_worker(fault: Fault, done: Any) -> Kill:
+    # One case is enough for what ends a process, and each costs a process.
+    cases = list(candidates(fault))[:1]
+    outcome = execute(
+        backend_of(fault), "device", [fault.op], cases, imports=["sabotage._plugin"], silence=SILENCE
+    )  # fmt: skip
+    if outcome.fatal:
+        return done("survived", message=outcome.fatal)
+    for result in outcome.results.values():
+        if result.outcome == FAILED and re.search(fault.message, result.reason):
+            return done("killed", result.id, result.reason)
+    return done("survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values()))
+
+
+def false_alarms(op: str, device: str = "cpu") -> list[str]:
+    """What the suite says against a healthy backend: nothing, or no kill means anything."""
+    target = DirectTarget({op: healthy(op)}, "healthy", device=torch.device(device))
+    results = (run_case(c, target, spec(op), examples=20) for c in cases_of(spec(op)))
+    return [f"{r.id}: {r.reason}" for r in results if r.outcome == FAILED]
