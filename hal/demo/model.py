@@ -74,7 +74,7 @@ class Llama:
 
         self.embed = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
-        self.lm_head = weights["lm_head.weight"] if "lm_head.weight" in weights else self.embed
+        self.lm_head = weights.get("lm_head.weight", self.embed)
         self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
         self.device, self.dtype = self.embed.device, self.embed.dtype
 
@@ -111,15 +111,13 @@ class Llama:
 
     def _attention(self, qkv: Tensor, batch: Batch, pool: KVPool, layer: int) -> Tensor:
         heads = (self.q_heads, self.kv_heads, self.kv_heads)
-        q, k, v = qkv.view(qkv.shape[0], -1, self.head_dim).split(heads, dim=1)
+        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.head_dim), heads, dim=1)
         k_cache, v_cache = pool.layer(layer)
-        self.ops.rope_kv_write(
-            q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False
-        )
+        self.ops.rope_kv_write(q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False)
         assert v_cache is not None
         out, at = torch.empty_like(q), 0
         # One request at a time: their lengths differ, and padding would cost more than these few calls.
-        contexts = batch.context.split(list(batch.lengths))
+        contexts = torch.split(batch.context, list(batch.lengths))
         for context, new, length in zip(contexts, batch.new, batch.lengths, strict=True):
             keys, values = (half[context].transpose(0, 1).unsqueeze(0) for half in (k_cache, v_cache))
             query = q[at : at + new].transpose(0, 1).unsqueeze(0)
