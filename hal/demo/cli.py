@@ -1,0 +1,185 @@
+"""`hal demo`: a real language model served through hal's ops, its tokens checked against transformers'."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from hal._errors import ArgumentError
+from hal.demo.check import compare
+from hal.demo.engine import Engine, Request
+from hal.demo.meter import Meter
+from hal.demo.model import Llama
+from hal.demo.screen import Answer, Screen, progress
+from hal.demo.weights import STAGES, WeightsMissing, load
+
+PROMPTS = (
+    "Why is the sky blue?",
+    "Give me three tips for learning to play the piano.",
+    "Write a short poem about the sea.",
+    "What is the capital of France?",
+)
+"""The last arrives late and is urgent: one of the others must make room."""
+PAGE_SIZE = 16
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(
+    prompts: Sequence[str] | None = None,
+    *,
+    max_tokens: int = 48,
+    dtype: str = "float32",
+    device: str = "cpu",
+    random_weights: bool = False,
+    check: bool = True,
+) -> int:
+    """Serves the prompts at once: all but the last from the start, the last in the middle, before the others.
+
+    Args:
+        prompts: the user's; None or empty for the demo's own.
+        max_tokens: to generate for each.
+        dtype: float32, bfloat16 or float16.
+        device: cpu, or an accelerator that torch sees.
+        random_weights: a Llama of the same shape with random weights.
+        check: compare with transformers' greedy generate; in float32, fail where a token differs.
+
+    Returns:
+        An exit code: 0, 1 where a token differs in float32, 3 where there are no weights to run.
+
+    Raises:
+        ArgumentError: an argument makes no sense.
+    """
+    console = Console()
+    if max_tokens < 1:
+        raise _bad("--max-tokens", "at least 1", str(max_tokens))
+    if dtype not in _DTYPES:
+        raise _bad("--dtype", "one of " + ", ".join(_DTYPES), repr(dtype))
+    where = _device(device)
+    # TF32 rounds a float32 product to 10 bits, and no two kernels alike.
+    torch.set_float32_matmul_precision("highest")
+
+    with progress(console) as bar:
+        task = bar.add_task("loading", total=STAGES)
+
+        def stage(what: str) -> None:
+            bar.update(task, description=f"loading: {what}", completed=stages.pop())
+
+        stages = list(range(STAGES))[::-1]
+        begin = time.perf_counter()
+        try:
+            loaded = load(random_weights, _DTYPES[dtype], where, stage)
+        except WeightsMissing as e:
+            console.print(escape(str(e)))
+            return 3
+        took = time.perf_counter() - begin
+
+    asked = list(prompts or PROMPTS)
+    meter = Meter(where)
+    model = Llama(loaded.model.config, loaded.model.state_dict(), meter)
+    chosen = os.environ.get("HAL_BACKEND") or "auto"
+    console.print(
+        f"[bold]{loaded.name}[/], {dtype} on {where}, loaded in {took:.1f} s; backend [bold]{escape(chosen)}[/], "
+        f"{torch.get_num_threads()} threads",
+        highlight=False,
+    )
+
+    encoded = [loaded.encode(p) for p in asked]
+    for prompt, tokens in zip(asked, encoded, strict=True):
+        if len(tokens) + max_tokens > model.max_positions:
+            most = f"at most {model.max_positions} tokens with --max-tokens {max_tokens}"
+            raise _bad("--prompt", most, f"{len(tokens) + max_tokens}: {prompt[:40]!r}...")
+    engine = _engine(model, encoded, max_tokens)
+    answers = [Answer(i + 1, p) for i, p in enumerate(asked)]
+    screen = Screen(console, answers, loaded.decode)
+    begin = time.perf_counter()
+    screen.serve(engine, Arrivals(engine, answers, encoded, max_tokens))
+    took = time.perf_counter() - begin
+    requests = [a.request for a in answers if a.request is not None]
+
+    failed = False
+    if check:
+        failed = _check(console, screen, loaded.model, requests, exact=dtype == "float32")
+    screen.used(meter.uses)
+    count = sum(len(r.output) for r in requests)
+    ops = sum(u.seconds for u in meter.uses)
+    console.print(
+        f"{count} tokens in {engine.steps} steps, {took:.2f} s ({count / took:.1f} tokens/s), "
+        f"{ops:.2f} s of it in hal's ops",
+        highlight=False,
+    )
+    return 1 if failed else 0
+
+
+def _device(name: str) -> torch.device:
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    known = ["cpu"] if there is None else ["cpu", there.type]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    count = torch.accelerator.device_count() if there is not None and device.type == there.type else 1
+    if device.type not in known or (device.index or 0) >= count:
+        raise _bad("--device", "a device that is here: " + ", ".join(known), repr(name))
+    return device
+
+
+def _engine(model: Llama, encoded: Sequence[list[int]], max_tokens: int) -> Engine:
+    """An engine with room for all prompts but one: the late one makes it choose."""
+    running = max(1, len(encoded) - 1)
+    pages = sorted((-(-(len(t) + max_tokens) // PAGE_SIZE) for t in encoded), reverse=True)
+    slots = sum(pages[:running]) * PAGE_SIZE
+    return Engine(
+        model,
+        slots=slots,
+        host_slots=slots,
+        max_running=running,
+        max_length=pages[0] * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+    )
+
+
+class Arrivals:
+    """Lets the prompts arrive between steps: all but the last at once, the last one late and urgent.
+
+    A single prompt has nobody to make room for; it is pre-empted all the same.
+    """
+
+    def __init__(
+        self, engine: Engine, answers: Sequence[Answer], encoded: Sequence[list[int]], max_tokens: int
+    ) -> None:
+        self.engine, self.answers, self.encoded, self.max_tokens = engine, answers, encoded, max_tokens
+        self.late = min(4, max_tokens // 2)
+
+    def __call__(self) -> None:
+        last, quiet = len(self.answers) - 1, not self.engine.live
+        for i, answer in enumerate(self.answers):
+            urgent = i == last > 0
+            due = not urgent or self.engine.steps >= self.late or (quiet and self.engine.steps > 0)
+            if answer.request is None and due:
+                answer.request = self.engine.add(self.encoded[i], self.max_tokens, priority=int(urgent))
+        only = self.answers[0].request
+        if last == 0 and only is not None and only.row is not None and self.engine.steps == self.late:
+            self.engine.preempt(only)
+
+
+def _check(console: Console, screen: Screen, model: object, requests: Sequence[Request], *, exact: bool) -> bool:
+    """Shows the comparison with transformers; whether it failed."""
+    with progress(console) as bar:
+        found = [compare(model, r) for r in bar.track(requests, description="transformers, prompt by prompt")]
+    screen.checked(found)
+    if all(c.equal for c in found):
+        console.print("[green]Every token of every prompt equals transformers'.[/]")
+    elif exact:
+        console.print("[red]The tokens differ from transformers' in float32.[/]")
+    else:
+        console.print("In 16 bits transformers differs from itself between batch sizes; float32 must be equal.")
+    return exact and not all(c.equal for c in found)
+
+
+def _bad(argument: str, expected: str, got: str) -> ArgumentError:
+    return ArgumentError("demo", argument, expected, got)
