@@ -40,6 +40,8 @@ _DEFINE = re.compile(r"^define void @([\w.$]+)\((.*?)\)", re.M)
 _DECLARE = re.compile(r"^declare [^@]*@([\w.]+)\(.*$", re.M)
 _GLOBAL = re.compile(r"^@([\w.]+) = (?:private|internal) (?:unnamed_addr )?constant (.+?)(?:, align \d+)?$", re.M)
 
+# Decides at run time which buffers to free. It works on the kernel's stack, never on its arguments' memory.
+_HELPER = "dealloc_helper"
 _OURS = {"malloc": "hal_alloc", "free": "hal_free", "memrefCopy": "memrefCopy"}
 _MEMCPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)")
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
@@ -48,10 +50,12 @@ _LIBM = {"expf", "exp", "logf", "log", "sinf", "sin", "cosf", "cos", "tanhf", "t
 
 
 def params(llvm: str) -> tuple[str, list[str]]:
-    """Name and parameter types of the one function that the kernel's IR defines."""
-    found = _DEFINE.findall(llvm)
+    """Name and parameter types of the kernel in this IR. Beside it stands at most MLIR's `_HELPER`."""
+    found = [(name, text) for name, text in _DEFINE.findall(llvm) if name != _HELPER]
     if len(found) != 1:
-        raise LoweringError(found[0][0] if found else "?", "instrumentation", f"{len(found)} functions in the IR, expected 1")
+        raise LoweringError(
+            found[0][0] if found else "?", "instrumentation", f"{len(found)} functions in the IR, expected 1"
+        )
     name, text = found[0]
     return name, [p.strip().split()[0] for p in text.split(",")]
 
@@ -68,7 +72,10 @@ def instrument(llvm: str, traced: bool) -> str:
             raise LoweringError(name, "instrumentation", f"it calls the external function {callee}, which only the device has")
     own: set[str] = set()
     out: list[str] = []
+    helping = False
     for number, line in enumerate(llvm.splitlines()):
+        if line.startswith("define "):
+            helping = f"@{_HELPER}(" in line
         if line.startswith("declare ") and any(f"@{c}(" in line for c in _OURS):
             continue
         if line.startswith("define void @"):
@@ -80,7 +87,7 @@ def instrument(llvm: str, traced: bool) -> str:
             line = _MEMSET.sub(r"call void @hal_memset(ptr \1, i8 \2, i64 \3)", line)
         if match := _ALLOCA.match(line):
             own.add(match[1])
-        if traced:
+        if traced and not helping:
             out += _checked(line, number, own, name)
         else:
             out.append(line)
