@@ -13,11 +13,9 @@ import torch
 VECTOR_CORES = 40
 """Of an Ascend910B3. A launch has at most as many programs; each goes on to the next piece of work."""
 
-UB_BYTES = 192 * 1024
-"""The unified buffer of a vector core (A2, A3; the A5 generation has more)."""
-
 TILE_BYTES = 16 * 1024
-"""One fp32 tile. A kernel holds at most six at once, those that are loaded twice (multibuffer): 85 % of UB."""
+"""Of one tile in fp32. With it every kernel's buffers, those doubled by the compiler included, stay below 85 %
+of the unified buffer at the largest shapes that `supports` lets through; `hal inspect ascend` measures it."""
 
 
 @functools.lru_cache(maxsize=16)

@@ -139,7 +139,7 @@ def rope_kv_write(
         kc = k_cache.stride() if k_cache.ndim == 4 else (k_cache.stride(0), 0, k_cache.stride(1))
         vc = v_cache.stride() if v_cache.ndim == 4 else (v_cache.stride(0), 0, v_cache.stride(1))
     half, tail = rotary // 2, head_dim - rotary
-    q_tile, k_tile = _tiles(q_heads, kv_heads, half, max(tail, v_dim))
+    q_tile, k_tile = _tiles(q_heads, kv_heads, half, max(tail, v_dim), interleaved)
     _rope_kv_write(
         (min(n, vector_cores(q.device)),),
         q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots,
@@ -151,10 +151,14 @@ def rope_kv_write(
     )  # fmt: skip
 
 
-def _tiles(q_heads: int, kv_heads: int, half: int, row: int) -> tuple[int, int]:
-    """Heads in a tile of q and of k: as many as fit `TILE_BYTES` of fp32 halves, or of rows as they are."""
-    q_tile = max(1, min(pow2(q_heads), TILE_BYTES // 8 // pow2(half)))
-    k_tile = max(1, min(pow2(kv_heads), TILE_BYTES // 8 // pow2(half), TILE_BYTES // 4 // pow2(row)))
+def _tiles(q_heads: int, kv_heads: int, half: int, row: int, interleaved: bool) -> tuple[int, int]:
+    """Heads in a tile of q and of k: as many as fit `TILE_BYTES` of fp32 halves, or of rows as they are.
+
+    Taking pairs apart and together again needs two more tiles than halves do, so those are half as large.
+    """
+    heads = TILE_BYTES // (16 if interleaved else 8) // pow2(half)
+    q_tile = max(1, min(pow2(q_heads), heads))
+    k_tile = max(1, min(pow2(kv_heads), heads, TILE_BYTES // 4 // pow2(row)))
     return q_tile, k_tile
 
 
@@ -163,11 +167,9 @@ def supports(sig: Any) -> str | None:
     for name in ("k_cache", "v_cache"):
         cache = sig[name]
         if cache is not None and cache.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"{name} is fp8: triton-ascend 3.2.0 has no fp8 tensors"
+            return f"fp8: {name} is {cache.dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
     widest = TILE_BYTES // 8
-    if sig.dims["rotary_dim"] // 2 > widest:
-        return f"rotary_dim {sig.dims['rotary_dim']}: the tile takes at most {2 * widest}"
-    row = max(sig.dims["head_dim"] - sig.dims["rotary_dim"], sig.dims.get("v_head_dim", 0))
-    if row > 2 * widest:
-        return f"rows of {row} elements: the tile takes at most {2 * widest}"
+    for name in ("head_dim", "v_head_dim"):
+        if sig.dims.get(name, 0) > widest:
+            return f"head_dim: {name} {sig.dims[name]} is more than the {widest} elements that a tile of the unified buffer takes"
     return None
