@@ -7,6 +7,7 @@ moves whole blocks, and a masked-off lane is read, or written back, all the same
 import triton.language as tl
 
 from hal import launch
+from hal.lowered import shared_writes
 
 
 @launch.jit
@@ -67,3 +68,41 @@ def overlapping(src, dst, n, BLOCK: tl.constexpr):
     """Neighbouring programs both write the element between them."""
     i = tl.program_id(0) * (BLOCK - 1) + tl.arange(0, BLOCK)
     tl.store(dst + i, tl.load(src + i, mask=i < n, other=0), mask=i < n)
+
+
+@launch.jit
+@shared_writes("dst")
+def overlapping_declared(src, dst, n, BLOCK: tl.constexpr):
+    """Like `overlapping`, and says so."""
+    i = tl.program_id(0) * (BLOCK - 1) + tl.arange(0, BLOCK)
+    tl.store(dst + i, tl.load(src + i, mask=i < n, other=0), mask=i < n)
+
+
+@launch.jit
+@shared_writes("dst")
+def read_after_shared(src, dst, n, BLOCK: tl.constexpr):
+    """Says that it writes one element twice, and reads it besides."""
+    i = tl.program_id(0) * (BLOCK - 1) + tl.arange(0, BLOCK)
+    x = tl.load(dst + i, mask=i < n, other=0) + tl.load(src + i, mask=i < n, other=0)
+    tl.store(dst + i, x, mask=i < n)
+
+
+@launch.jit
+def fill_rows(dst, stride, width, BLOCK: tl.constexpr):
+    """A row a program; `width` beyond the view's own writes into what lies between."""
+    i = tl.arange(0, BLOCK)
+    tl.store(dst + tl.program_id(0) * stride + i, i * 0 + 1, mask=i < width)
+
+
+@launch.jit
+def copy_block(src, dst, n, BLOCK: tl.constexpr):
+    """A block a program: no race, unless `src` and `dst` are one memory."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + i, tl.load(src + i))
+
+
+@launch.jit
+def scan(src, dst, BLOCK: tl.constexpr):
+    """Lowers to a call that only the device can make."""
+    i = tl.arange(0, BLOCK)
+    tl.store(dst + i, tl.cumsum(tl.load(src + i), 0))
