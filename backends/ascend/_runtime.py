@@ -29,7 +29,7 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
     The slots are on the CPU. Pairs out of range are dropped. The side that is on the host (`dst`, where
     both are on one device) decides the staging buffer's layout.
     """
-    out = dst.device.type == "cpu" or src.device.type != "cpu"
+    out = host_is_dst(src, dst)
     host, device = (dst, src) if out else (src, dst)
     valid = (src_slots >= 0) & (src_slots < src.num_slots) & (dst_slots >= 0) & (dst_slots < dst.num_slots)
     theirs = (dst_slots if out else src_slots)[valid].long()
@@ -38,7 +38,7 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
         return
     unit = host.page_size if host.layout in _PAGED else 1
     units, index = torch.unique(theirs // unit, return_inverse=True)
-    row = max(_row_bytes(host.k, host), _row_bytes(host.v, host) if host.v is not None else 0)
+    row = max(plane.row_bytes for plane in host.planes())
     step = max(1, STAGING_BYTES // max(1, row * len(layers) * unit))
     inside = range(len(layers))
     for first in range(0, units.numel(), step):
@@ -55,6 +55,11 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
                 _copy(b, a) if out else _copy(a, b)
         if not out:
             move(buffer, dst, here, there, inside, layers)
+
+
+def host_is_dst(src: KVPool, dst: KVPool) -> bool:
+    """Which side decides the layout in between; where both are on one device, `dst`."""
+    return dst.device.type == "cpu" or src.device.type != "cpu"
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -116,11 +121,6 @@ def _contiguous(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     else:
         for x, y in zip(a, b, strict=True):
             yield from _contiguous(x, y)
-
-
-def _row_bytes(half: Tensor | tuple[Tensor, ...], pool: KVPool) -> int:
-    planes = pool.planes()
-    return planes[0 if half is pool.k else -1].row_bytes
 
 
 def _staging(host: KVPool, slots: int, layers: int, device: torch.device) -> KVPool:

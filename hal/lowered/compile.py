@@ -105,7 +105,7 @@ def compile_for(ttadapter: str, target: str) -> Compiled:
 def _reason(text: str) -> str:
     """The line that says what is wrong; the rest is a dump of the module."""
     lines = [line.strip() for line in text.splitlines() if "error" in line or "overflow" in line]
-    return next((line for line in lines if "overflow" in line), lines[0] if lines else "")[:400]
+    return next((line for line in lines if "overflow, requires" in line), lines[0] if lines else "")[:400]
 
 
 def buffers(module: str) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import tempfile
 import threading
@@ -188,21 +187,10 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
         ttadapter, llvm = kept["ttadapter"], kept["llvm"]
     except (OSError, ValueError, KeyError):
         ttadapter, llvm = _compile(jit_fn, signature, constants, attrs, options)
-        _keep(path, {"kernel": jit_fn.__name__, "ttadapter": ttadapter, "llvm": llvm})
+        kept = {"kernel": jit_fn.__name__, "ttadapter": ttadapter, "llvm": llvm}
+        toolchain.keep(path, json.dumps(kept).encode())
     types = tuple(signature[n] for n in args)
     return Lowered(jit_fn.__name__, args, types, constants, ttadapter, llvm, key)
-
-
-def _keep(path: Path, what: dict[str, str]) -> None:
-    """Another process may write the same file now; each replaces it whole. A full disk is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temp = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(fd, "w") as f:
-            json.dump(what, f)
-        os.replace(temp, path)
-    except OSError:
-        return
 
 
 def _compile(

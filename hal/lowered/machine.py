@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import mmap
 import struct
 import threading
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hal.lowered import instrument as ir
+from hal.lowered import toolchain
 from hal.lowered.errors import AccessError, LoweredError, LoweringError, RaceError
 from hal.lowered.lower import Lowered
 
@@ -103,22 +105,13 @@ class Machine:
         import llvmlite.binding as llvm
 
         self.lowered, self.traced = lowered, traced
-        text = ir.instrument(lowered.llvm, traced)
         self.params = ir.params(lowered.llvm)[1]
         _initialise()
-        try:
-            module = llvm.parse_assembly(text)
-            module.verify()
-        except RuntimeError as e:
-            raise LoweringError(lowered.name, "LLVM", str(e)) from None
-        machine = llvm.Target.from_default_triple().create_target_machine(
+        target = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, jit=True
         )
-        module.triple = llvm.get_default_triple()
-        module.data_layout = str(machine.target_data)
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1 if traced else 2))
-        builder.getModulePassManager().run(module, builder)
-        self._engine = llvm.create_mcjit_compiler(module, machine)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(_machine_code(lowered, traced, target)))
         self._engine.finalize_object()
         entry = self._engine.get_function_address("hal_run")
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int32] * 3)(entry)
@@ -286,6 +279,32 @@ def _traffic(state: Any, i: int) -> Traffic:
 def _program(linear: int, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     i = linear - 1
     return i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1])
+
+
+def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
+    """The object file of a kernel and its runtime, from the cache on disk or compiled now."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    text = ir.instrument(lowered.llvm, traced)
+    cpu = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__)
+    key = hashlib.sha256(repr((cpu, traced, text)).encode()).hexdigest()
+    path = toolchain.cache_dir() / key[:2] / f"{key}.o"
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    try:
+        module = llvm.parse_assembly(text)
+        module.verify()
+    except RuntimeError as e:
+        raise LoweringError(lowered.name, "LLVM", str(e)) from None
+    module.triple = llvm.get_default_triple()
+    module.data_layout = str(target.target_data)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=1 if traced else 2)
+    builder = llvm.create_pass_builder(target, tuning)
+    builder.getModulePassManager().run(module, builder)
+    code = bytes(target.emit_object(module))
+    toolchain.keep(path, code)
+    return code
 
 
 _ready = False

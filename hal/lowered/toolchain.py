@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -85,3 +87,13 @@ def cache_dir() -> Path:
     """``$HAL_CACHE_DIR/lowered``, else ``~/.cache/hal/lowered``."""
     root = os.environ.get("HAL_CACHE_DIR")
     return (Path(root) if root else Path.home() / ".cache" / "hal") / "lowered"
+
+
+def keep(path: Path, what: bytes) -> None:
+    """Write a file of the cache. Another process may write it now; each replaces it whole. A full disk is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temp = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(fd, "wb") as f:
+            f.write(what)
+        os.replace(temp, path)
