@@ -1,6 +1,8 @@
 """The manifest of `ascend`: Triton-Ascend kernels. Data alone; nothing here imports torch or triton."""
 
-from hal.registry import Backend, hookimpl
+from hal.registry import Backend, Impl, hookimpl
+
+_HERE = "hal.backends.ascend"
 
 
 @hookimpl
@@ -8,9 +10,29 @@ def hal_backend() -> Backend:
     return Backend(
         name="ascend",
         lanes={"device": ("npu",), "lowered": ("cpu",)},
-        ops={},
+        ops={
+            "get_last_loc": Impl(
+                f"{_HERE}.get_last_loc:get_last_loc", supports=f"{_HERE}.get_last_loc:supports", deterministic=True
+            ),
+            "assign_extend_cache_locs": Impl(
+                f"{_HERE}.assign_extend_cache_locs:assign_extend_cache_locs",
+                supports=f"{_HERE}.assign_extend_cache_locs:supports",
+                deterministic=True,
+            ),
+            "rope_kv_write": Impl(
+                f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"
+            ),
+            "kv_transfer": Impl(f"{_HERE}.kv_transfer:kv_transfer", supports=f"{_HERE}.kv_transfer:supports"),
+        },
         requires={
             "device": ("torch-npu>=2.6", "triton-ascend>=3.2,<3.3"),
             "lowered": ("triton-ascend>=3.2,<3.3", "ascendnpu-ir>=1.2", "llvmlite>=0.43"),
         },
+        probe={"device": f"{_HERE}._probe:device", "lowered": f"{_HERE}._probe:lowered"},
+        limits={
+            "fp8": "triton-ascend 3.2.0 has no fp8 tensors",
+            "head_dim": "a head must fit one tile of the unified buffer: at most 2048 elements",
+            "device_slots": "a kernel can't reach host memory: between device and host, slots are on the CPU",
+        },
+        inspect=f"{_HERE}.inspect:inspect",
     )

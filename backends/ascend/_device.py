@@ -1,0 +1,38 @@
+"""What the kernels must know of an Ascend device, and what they assume where there is none.
+
+The lowered lane has no device; it takes the smallest generation's numbers, so that what fits there fits
+everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+VECTOR_CORES = 40
+"""Of an Ascend910B3. A launch has at most as many programs; each goes on to the next piece of work."""
+
+TILE_BYTES = 16 * 1024
+"""Of one tile in fp32. With it every kernel's buffers, those doubled by the compiler included, stay below 85 %
+of the unified buffer at the largest shapes that `supports` lets through; `hal inspect ascend` measures it."""
+
+
+@functools.lru_cache(maxsize=16)
+def vector_cores(device: torch.device) -> int:
+    """Programs that run at once on `device`."""
+    if device.type != "npu":
+        return VECTOR_CORES
+    from triton.runtime import driver
+
+    index = device.index if device.index is not None else torch.npu.current_device()
+    return int(driver.active.utils.get_device_properties(index)["num_vectorcore"])
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,221 @@
+"""What the Ascend kernels are, read from their lowered IR: lint, traffic, buffers, and how far they compile.
+
+No device and no time: everything here is counted. ``hal inspect ascend`` prints it, and CI fails on a
+row whose ``verdict`` is not ``ok``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+UB_LIMIT = 0.85
+"""Of the unified buffer: what is left is the compiler's, for what it adds on the device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one op. ``tokens`` divide the transactions; ``needed`` is the least that could be moved."""
+
+    op: str
+    name: str
+    make: Callable[[], dict[str, Any]]
+    tokens: Callable[[dict[str, Any]], int]
+    needed: Callable[[dict[str, Any]], int]
+
+
+def cases() -> Iterator[Case]:
+    """The shapes that must hold: llama, qwen, smollm and MLA rows; pages of 1 to 128; three dtypes."""
+    from hal.ops import spec
+
+    def of(op: str, name: str, tokens: Any, needed: Any, **params: Any) -> Case:
+        return Case(op, name, lambda: spec(op).make(**params), tokens, needed)
+
+    for index in ("i32", "i64"):
+        yield of("get_last_loc", f"bs256-{index}", _rows, _last_loc, bs=256, requests=256, width=4096, index=index, lens=index)
+        yield of(
+            "assign_extend_cache_locs", f"bs64-{index}", lambda a: int(a["out"].numel()), _assign,
+            bs=64, requests=64, width=4096, longest=512, index=index, offsets=index, out=index,
+        )  # fmt: skip
+    shapes = {
+        "llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "llama3-70b-tp8": (8, 1, 128),
+        "qwen3-30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64),
+    }  # fmt: skip
+    for name, (hq, hk, d) in shapes.items():
+        for dtype in ("bf16", "fp16", "fp32"):
+            page = {"bf16": 16, "fp16": 64, "fp32": 128}[dtype]
+            yield of(
+                "rope_kv_write", f"{name}-{dtype}-page{page}", _rows, _rope, n=64, q_heads=hq, kv_heads=hk, head_dim=d,
+                dtype=dtype, cache="paged", page_size=page, slots=256,
+            )  # fmt: skip
+    yield of("rope_kv_write", "llama3-8b-bf16-interleaved", _rows, _rope, n=64, q_heads=32, kv_heads=8, head_dim=128, interleaved=True, slots=256)  # fmt: skip
+    yield of("rope_kv_write", "partial-rotary-256", _rows, _rope, n=64, q_heads=16, kv_heads=16, head_dim=256, rotary_dim=128, slots=256)  # fmt: skip
+    yield of("rope_kv_write", "largest-fp32", _rows, _rope, n=8, q_heads=128, kv_heads=128, head_dim=2048, dtype="fp32", slots=16)
+    yield of("rope_kv_write", "largest-fp32-interleaved", _rows, _rope, n=2, q_heads=8, kv_heads=8, head_dim=2048, dtype="fp32", slots=16, interleaved=True)  # fmt: skip
+    for page in (1, 16, 64, 128):
+        for a, b in (("layer_first", "page_first"), ("page_first_direct", "layer_first")):
+            yield of(
+                "kv_transfer", f"mha-8x128-{a}-{b}-page{page}", _slots, _transfer, n=128, num_layers=32, heads=8, head_dim=128,
+                src=a, dst=b, src_page=page, dst_page=page, src_slots=256, dst_slots=256,
+            )  # fmt: skip
+    yield of("kv_transfer", "mha-8x128-page_head", _slots, _transfer, n=64, num_layers=32, heads=8, head_dim=128, src="layer_first", dst="page_head", src_page=16, dst_page=16, src_slots=64, dst_slots=64)  # fmt: skip
+    yield of("kv_transfer", "mla-576", _slots, _transfer, n=128, num_layers=60, head_dim=576, mla=True, src="layer_first", dst="page_first", src_slots=256, dst_slots=256)  # fmt: skip
+
+
+def _rows(a: dict[str, Any]) -> int:
+    return int(next(iter(a.values())).shape[0]) if "prefix_lens" not in a else int(a["prefix_lens"].shape[0])
+
+
+def _slots(a: dict[str, Any]) -> int:
+    return int(a["src_slots"].shape[0])
+
+
+def _bytes(*tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _last_loc(a: dict[str, Any]) -> int:
+    n = a["prefix_lens"].shape[0]
+    return _bytes(a["req_pool_indices"], a["prefix_lens"], a["prefix_lens"]) + 4 * int(n)
+
+
+def _assign(a: dict[str, Any]) -> int:
+    return _bytes(a["req_pool_indices"], a["start_offsets"], a["end_offsets"], a["out"]) + 4 * int(
+        (a["end_offsets"] - a["start_offsets"]).clamp(min=0).sum()
+    )
+
+
+def _rope(a: dict[str, Any]) -> int:
+    q, k, v = a["q"], a["k"], a["v"]
+    rotary = a["cos_sin_cache"].shape[1]
+    part = rotary / q.shape[2]
+    angles = q.shape[0] * rotary * a["cos_sin_cache"].element_size()
+    # q: the rotated part, in and out. k: all of it in and to the cache, the rotated part back.
+    rows = 2 * part * _bytes(q) + (2 + part) * _bytes(k) + 2 * _bytes(v)
+    return int(rows) + angles + _bytes(a["positions"], a["slots"])
+
+
+def _transfer(a: dict[str, Any]) -> int:
+    src = a["src"]
+    row = sum(p.row_bytes for p in src.planes()) * src.num_layers
+    return int(2 * row * a["src_slots"].shape[0]) + _bytes(a["src_slots"], a["dst_slots"])
+
+
+def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
+    """A row for each kernel and shape. Runs in the lowered lane (``HAL_LANE=lowered``).
+
+    Args:
+        kernel: an op's or a kernel's name; None for all.
+
+    Returns:
+        Rows with ``op``, ``case``, ``kernel``, ``scalar_gathers``, ``rmw_stores``, ``int64_vectors``,
+        ``scalar_accesses``, ``dma_per_token``, ``bytes_moved``, ``bytes_needed``, ``ub_bits`` and
+        ``ub_available`` (of the generation where they are tightest), ``targets`` (target -> ``codegen``,
+        ``binary`` where CANN is there, or the compiler's reason) and ``verdict`` (``ok`` or what is wrong).
+
+    Raises:
+        HalError: another lane, or nothing is called `kernel`.
+        ToolchainError: the tools are missing.
+
+    Example:
+        >>> inspect("get_last_loc")[0]["verdict"]                  # doctest: +SKIP
+        'ok'
+    """
+    from importlib import import_module
+
+    from hal import launch
+    from hal._errors import HalError
+    from hal.lowered import recording, toolchain
+
+    toolchain.require()
+    if launch.lane() != "lowered":
+        raise HalError("hal: inspect ascend: kernels are inspected in the lowered lane; set HAL_LANE=lowered")
+    rows: list[dict[str, Any]] = []
+    for case in cases():
+        with recording() as launches:
+            args = case.make()
+            module = import_module(f"hal.backends.ascend.{case.op}")
+            names = {n for n in vars(module) if n.strip("_") == (kernel or "").strip("_")}
+            if kernel is not None and case.op != kernel and not names:
+                continue
+            getattr(module, case.op)(**args)
+        rows.append(_row(case, args, launches))
+    if not rows:
+        raise HalError(f"hal: inspect ascend: no kernel called {kernel!r}; there are {', '.join(sorted({c.op for c in cases()}))}")
+    return rows
+
+
+def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any]:
+    from hal.lowered.compile import TARGETS, compile_for
+    from hal.lowered.lint import lint
+
+    forms = {launch.lowered.key: launch.lowered for launch in launches}
+    found = [lint(f.ttadapter) for f in forms.values()]
+    done = [compile_for(f.ttadapter, target) for f in forms.values() for target in TARGETS]
+    traffic = [t for launch in launches for t in launch.traffic.values()]
+    copies = sum(t.copies_in + t.copies_out + t.scalar_reads + t.scalar_writes for t in traffic)
+    moved = sum(t.bytes_read + t.bytes_written for t in traffic)
+    tight = max(done, key=lambda c: c.ub_share)
+    targets = {}
+    for c in done:
+        state = c.reason or ("binary" if c.binary else "codegen")
+        if targets.get(c.target, "codegen") in ("codegen", "binary"):
+            targets[c.target] = state
+    row: dict[str, Any] = {
+        "op": case.op,
+        "case": case.name,
+        "kernel": ", ".join(sorted({f.name for f in forms.values()})),
+        "scalar_gathers": sum(x.scalar_gathers for x in found),
+        "rmw_stores": sum(x.rmw_stores for x in found),
+        "int64_vectors": sum(x.int64_vectors for x in found),
+        "scalar_accesses": max((c.scalar_accesses for c in done if "950" not in c.target), default=0),
+        "dma_per_token": round(copies / max(1, case.tokens(args)), 2),
+        "bytes_moved": moved,
+        "bytes_needed": case.needed(args),
+        "ub_bits": tight.ub_bits,
+        "ub_available": tight.ub_available,
+        "targets": targets,
+    }
+    wrong = [f"{row[k]} {k}" for k in ("scalar_gathers", "rmw_stores", "int64_vectors", "scalar_accesses") if row[k]]
+    wrong += [f"{t}: {why}" for t, why in targets.items() if why not in ("codegen", "binary")]
+    if tight.ub_share > UB_LIMIT:
+        wrong.append(f"UB {tight.ub_share:.0%} of {tight.target}, at most {UB_LIMIT:.0%}")
+    row["verdict"] = "; ".join(wrong) or "ok"
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """`inspect`'s rows as text."""
+    head = ("op", "case", "gather", "rmw", "i64", "scalar", "dma/token", "bytes x", "UB", "compiles for", "verdict")
+    body = []
+    for r in rows:
+        ok = [t for t, s in r["targets"].items() if s in ("codegen", "binary")]
+        body.append(
+            (
+                r["op"], r["case"], str(r["scalar_gathers"]), str(r["rmw_stores"]), str(r["int64_vectors"]),
+                str(r["scalar_accesses"]), f"{r['dma_per_token']:.2f}", f"{r['bytes_moved'] / max(1, r['bytes_needed']):.2f}",
+                f"{r['ub_bits'] / max(1, r['ub_available']):.0%}", " ".join(ok) or "none", r["verdict"],
+            )  # fmt: skip
+        )
+    width = [max(len(x[i]) for x in (head, *body)) for i in range(len(head))]
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body))
+
+
+def main() -> int:
+    """``python -m hal.backends.ascend.inspect [KERNEL] [--json]``; exit status 1 where a verdict is not ok."""
+    parser = argparse.ArgumentParser(prog="hal inspect ascend", description=inspect.__doc__)
+    parser.add_argument("kernel", nargs="?")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    os.environ.setdefault("HAL_LANE", "lowered")
+    rows = inspect(given.kernel)
+    print(json.dumps(rows, indent=1) if given.json else table(rows))
+    return int(any(r["verdict"] != "ok" for r in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
