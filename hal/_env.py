@@ -58,8 +58,8 @@ def cache_dir() -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The closest of `known` within two edits."""
-    distance, found = min(((_edits(word, k), k) for k in known), default=(3, ""))
+    """The closest of `known` within two edits, whatever the case."""
+    distance, found = min(((_edits(word.lower(), k.lower()), k) for k in known), default=(3, ""))
     return found if distance <= 2 else None
 
 

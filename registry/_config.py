@@ -56,11 +56,14 @@ def parse(text: str, source: Callable[[str], str]) -> Choice:
     return Choice(shown, default, per_op)
 
 
-def verify(choice: Choice, impls: Mapping[str, Collection[str]], ops: Collection[str]) -> None:
+def verify(
+    choice: Choice, impls: Mapping[str, Collection[str]], ops: Collection[str], blocked: Collection[str] = ()
+) -> None:
     """Raises a `SelectionError` with did-you-mean where the choice names what does not exist.
 
     Args:
         impls: backend -> the full names of its implementations (``cuda``, ``cuda/flashinfer``).
+        blocked: the entry points that HAL_PLUGINS kept from loading.
     """
     for op in choice.per_op:
         if op not in ops:
@@ -71,8 +74,11 @@ def verify(choice: Choice, impls: Mapping[str, Collection[str]], ops: Collection
         known = ("auto", "reference", *impls)
         backend, slash, _ = name.partition("/")
         if backend not in known:
+            if backend in blocked:
+                raise SelectionError(f"hal: {choice.source}: HAL_PLUGINS keeps {backend} from loading; add it there")
             raise SelectionError(
-                f"hal: {choice.source}: unknown backend {backend}{did_you_mean(backend, known)}; known: {', '.join(known)}"
+                f"hal: {choice.source}: unknown backend {backend}{did_you_mean(backend, known)}"
+                f"; known: {', '.join(known)}"
             )
         if slash and name not in impls.get(backend, ()):
             names = sorted(n for n in impls.get(backend, ()) if "/" in n)
@@ -82,18 +88,9 @@ def verify(choice: Choice, impls: Mapping[str, Collection[str]], ops: Collection
             )
 
 
-class Scope:
-    """A ``with hal.use(...)`` block: its choice, and the block around it. Compared by identity."""
+scope: ContextVar[tuple[str, ...]] = ContextVar("hal.use", default=())
+"""The texts of the ``with hal.use(...)`` blocks around the code that runs, innermost first.
 
-    __slots__ = ("choice", "outer")
-
-    def __init__(self, choice: Choice, outer: Scope | None) -> None:
-        self.choice = choice
-        self.outer = outer
-
-    def choices(self) -> list[Choice]:
-        """Innermost first."""
-        return [self.choice, *(self.outer.choices() if self.outer else [])]
-
-
-scope: ContextVar[Scope | None] = ContextVar("hal.use", default=None)
+Texts, not parsed choices: two blocks that say the same are one key of the dispatch caches, so that a block entered a
+million times leaves one entry behind; and what they name is looked up again in a table that has changed since.
+"""

@@ -50,6 +50,8 @@ class State:
 
 
 READY = State("ready")
+# A plugin that calls sys.exit() is broken as well. KeyboardInterrupt is the user's.
+FAULTS = (Exception, SystemExit)
 
 
 @dataclass(eq=False)
@@ -118,7 +120,7 @@ class Entry:
             return READY
         try:
             said = resolve(probe)()
-        except Exception as e:
+        except FAULTS as e:
             return broken("its probe", e)
         if said is not None and not isinstance(said, str):
             return State("broken", f"its probe returned {said!r}; expected None or the reason why not")
@@ -138,7 +140,7 @@ class Entry:
         try:
             fn = resolve(impl.fn)
             got = inspect.signature(fn)
-        except Exception as e:
+        except FAULTS as e:
             return broken(f"importing {impl.fn}", e)
         if shape(got) != shape(signature):
             return State(
@@ -179,6 +181,9 @@ def discover(registered: Mapping[str, Entry]) -> Found:
         for entry in found:
             entries[entry.name] = _merge(entries.get(entry.name), entry)
         for spec in ops:
+            if spec.name in specs:
+                fault = State("broken", f"its op {spec.name} is another plugin's already", "uninstall one")
+                entries[name] = Entry(name, None, "plugin", dist.name if dist else "", fault)
             specs.setdefault(spec.name, spec)
     for name, entry in registered.items():
         entries[name] = _merge(entries.get(name), entry)
@@ -210,7 +215,9 @@ def _load(manager: pluggy.PluginManager, name: str, value: str, dist: Any) -> tu
     dist_name = dist.name if dist else DISTRIBUTION
 
     def fault(state: State) -> tuple[list[Entry], list[Any]]:
-        return [Entry(name, None, origin, dist_name, state)], []
+        # Under its own name it would take a built-in backend down with it.
+        shown = name if builtin or name not in RESERVED else f"{name} ({dist_name})"
+        return [Entry(shown, None, origin, dist_name, state)], []
 
     if not builtin and name in RESERVED:
         return fault(State("broken", f"the name {name} is reserved for hal itself", "rename the entry point"))
@@ -218,11 +225,11 @@ def _load(manager: pluggy.PluginManager, name: str, value: str, dist: Any) -> tu
         plugin = import_module(value.partition(":")[0])
         for attribute in filter(None, value.partition(":")[2].split(".")):
             plugin = getattr(plugin, attribute)
-    except Exception as e:
+    except FAULTS as e:
         excluded = _excludes_us(dist)
         if excluded:
-            return fault(State("incompatible", f"{dist_name} {dist.version} needs {excluded}; this is {DISTRIBUTION} {__version__}",
-                               f"install a {dist_name} for it"))  # fmt: skip
+            both = f"{dist_name} {dist.version} needs {excluded}; this is {DISTRIBUTION} {__version__}"
+            return fault(State("incompatible", both, f"install a {dist_name} for it"))
         return fault(broken(f"importing {value}", e))
     try:
         manager.register(plugin, name=f"{name} ({dist_name})")
@@ -233,20 +240,30 @@ def _load(manager: pluggy.PluginManager, name: str, value: str, dist: Any) -> tu
     try:
         for backend in _call_alone(manager, "hal_backend", plugin):
             found.append(_examined(backend, origin, dist_name))
-    except Exception as e:
+    except FAULTS as e:
         return fault(broken("its hook hal_backend", e))
     try:
         for spec in _call_alone(manager, "hal_ops", plugin):
-            if not hasattr(spec, "reference"):
-                raise TypeError(f"hal_ops returned {spec!r}; expected OpSpecs")
-            specs.append(spec)
-    except Exception as e:
+            specs.append(_op(spec))
+    except FAULTS as e:
         return fault(broken("its hook hal_ops", e))
-    if not found and not specs:
+    if not manager.get_hookcallers(plugin):
         return fault(
             State("broken", f"{value} has no hook hal_backend", "decorate it with hal.registry.hookimpl")
         )
     return found, specs
+
+
+def _op(spec: Any) -> Any:
+    """An `OpSpec` of a plugin, under a name that is free."""
+    from hal import ops
+    from hal.ops._spec import OpSpec
+
+    if not isinstance(spec, OpSpec):
+        raise TypeError(f"it returned {spec!r}; expected OpSpecs")
+    if spec.name in ops.BUILTIN or spec.name in vars(ops) or spec.name.startswith("_"):
+        raise ValueError(f"the name {spec.name} is hal's own")
+    return spec
 
 
 def _call_alone(manager: pluggy.PluginManager, hook: str, plugin: object) -> list[Any]:
@@ -261,6 +278,8 @@ def _call_alone(manager: pluggy.PluginManager, hook: str, plugin: object) -> lis
 def _examined(backend: Any, origin: str, dist_name: str) -> Entry:
     if not isinstance(backend, Backend):
         raise TypeError(f"it returned {backend!r}; expected a hal.registry.Backend")
+    if origin == "plugin" and backend.name in RESERVED:
+        raise ValueError(f"the name {backend.name} is reserved for hal itself")
     if backend.api != API:
         state = State(
             "incompatible",
@@ -268,16 +287,6 @@ def _examined(backend: Any, origin: str, dist_name: str) -> Entry:
             f"install a {dist_name} for it",
         )
         return Entry(backend.name, backend, origin, dist_name, state)
-    if not re.fullmatch(r"[a-z0-9_][a-z0-9_-]*", backend.name):
-        raise ValueError(f"the backend's name {backend.name!r}: expected lower case letters, digits, _ and -")
-    if origin == "plugin" and backend.name in RESERVED:
-        raise ValueError(f"the name {backend.name} is reserved for hal itself")
-    if not backend.lanes:
-        raise ValueError("its manifest has no lanes")
-    for op in backend.ops:
-        names = [i.name for i in backend.impls(op)]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two implementations of {op} have one name: {names}")
     return Entry(backend.name, backend, origin, dist_name)
 
 
@@ -397,13 +406,11 @@ class Observers:
         for impl in self._hooks(hook):
             try:
                 impl.function(*(what[name] for name in impl.argnames))
-            except Exception as e:
+            except FAULTS as e:
                 with contextlib.suppress(Exception):
                     self._manager.unregister(impl.plugin)
-                warnings.warn(
-                    f"hal: observer {impl.plugin_name} raised {type(e).__name__}: {e} in {hook}; it is not called again",
-                    RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+                said = f"raised {type(e).__name__}: {e} in {hook}; it is not called again"
+                warnings.warn(f"hal: observer {impl.plugin_name} {said}", RuntimeWarning, stacklevel=2)
 
     def _hooks(self, hook: str) -> Iterable[Any]:
         found: Sequence[Any] = getattr(self._manager.hook, hook).get_hookimpls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 API = 1
 """The version of this interface. A backend of another is `incompatible`; see docs/compatibility.md."""
+
+LANES = ("device", "interpreter", "lowered")
+NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
+IMPL_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 hookspec = pluggy.HookspecMarker("hal")
 hookimpl = pluggy.HookimplMarker("hal")
@@ -72,11 +77,43 @@ class Backend:
     tune: str | Callable[..., Any] | None = None
     waivers: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises a `TypeError` or `ValueError` where the manifest is not what it should be: one word for a list of one
+        is the commonest slip, and would be read letter by letter."""
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise ValueError(f"the backend's name {self.name!r}: expected lower case letters, digits, _ and -")
+        if not isinstance(self.lanes, Mapping) or not self.lanes:
+            raise TypeError(f"{self.name}: lanes: expected lane -> device types; got {self.lanes!r}")
+        for lane, devices in self.lanes.items():
+            if lane not in LANES:
+                raise ValueError(f"{self.name}: unknown lane {lane!r}; known: {', '.join(LANES)}")
+            _words(f"{self.name}: lanes[{lane!r}]", devices)
+        several = self.requires.values() if isinstance(self.requires, Mapping) else [self.requires]
+        for requires in several:
+            _words(f"{self.name}: requires", requires)
+        if not isinstance(self.ops, Mapping):
+            raise TypeError(f"{self.name}: ops: expected op -> Impl; got {self.ops!r}")
+        for op, found in self.ops.items():
+            impls = [found] if isinstance(found, Impl) else list(found)
+            for impl in impls:
+                if not isinstance(impl, Impl):
+                    raise TypeError(f"{self.name}: ops[{op!r}]: expected an Impl or several; got {impl!r}")
+                if impl.name and not IMPL_NAME.fullmatch(impl.name):
+                    raise ValueError(f"{self.name}: the name {impl.name!r} of an implementation of {op}")
+            names = [i.name for i in impls]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{self.name}: two implementations of {op} have one name: {names}")
+
     def impls(self, op: str) -> tuple[Impl, ...]:
         """The implementations of `op`, highest priority first."""
         found = self.ops.get(op, ())
         several = (found,) if isinstance(found, Impl) else tuple(found)
         return tuple(sorted(several, key=lambda i: -i.priority))
+
+
+def _words(what: str, words: object) -> None:
+    if isinstance(words, str) or not isinstance(words, Sequence) or not all(isinstance(w, str) for w in words):
+        raise TypeError(f"{what}: expected a sequence of strings; got {words!r}")
 
 
 class Hooks:
