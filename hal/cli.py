@@ -82,11 +82,15 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
     backends = Table(
         "backend", "from", "lane", "state", "why, and what would help", title="Backends", title_justify="left"
     )
-    backends.add_row("reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there")
+    backends.add_row(
+        "reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there"
+    )
     for b in data["backends"]:
         for lane, s in b["lanes"].items():
             why = s["reason"] + (f" — {s['remedy']}" if s["remedy"] else "")
-            backends.add_row(b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why))
+            backends.add_row(
+                b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why)
+            )
     console.print(backends)
     names = ["reference", *(b["name"] for b in data["backends"])]
     ops = Table("op", *names, title="Ops", title_justify="left")
@@ -170,7 +174,9 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
     dtype: Annotated[str, typer.Option(help="float32 (tokens equal transformers') or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda.")] = "cpu",
-    random_weights: Annotated[bool, typer.Option(help="A Llama of the same shape with random weights.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option(help="A Llama of the same shape with random weights.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
 ) -> None:
     """Serves a real language model through hal's ops: several prompts at once, streamed. HAL_BACKEND picks the backend."""
@@ -193,7 +199,9 @@ def conformance(
     report: Annotated[
         Path | None, typer.Option(help="A folder for report.json, report.xml (JUnit), report.html.")
     ] = None,
-    certify: Annotated[bool, typer.Option(help="Fixed seeds, all ops; exit code 1 unless certified.")] = False,
+    certify: Annotated[
+        bool, typer.Option(help="Fixed seeds, all ops; exit code 1 unless certified.")
+    ] = False,
     imports: Annotated[
         list[str] | None,
         typer.Option("--import", help="A module that registers a backend which is not packaged yet."),

@@ -94,7 +94,9 @@ def record(folder: Path, backend: str, device: str) -> list[Path]:
             result = getattr(hal, op)(**placed, backend=backend)
             after = _outputs(want, placed, result)
             if wrong := _wrong(want, after):
-                raise HalError(f"hal: golden: {op} {name} on {backend}: {wrong}; nothing was recorded for {op}")
+                raise HalError(
+                    f"hal: golden: {op} {name} on {backend}: {wrong}; nothing was recorded for {op}"
+                )
             cases[name] = {"args": before, "outputs": after}
         path = folder / f"{op}.pt"
         torch.save({"format": FORMAT, "op": op, "made": _made(backend, device), "cases": cases}, path)
@@ -139,7 +141,11 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
 
 
 def _compare(
-    op: str, name: str, want: Mapping[str, Want], outputs: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+    op: str,
+    name: str,
+    want: Mapping[str, Want],
+    outputs: Mapping[str, Tensor],
+    recorded: Mapping[str, Tensor],
 ) -> Outcome:
     wrong = _wrong(want, outputs)
     same = total = 0
@@ -191,15 +197,27 @@ def _packed(args: Mapping[str, Any]) -> dict[str, Any]:
 
     def tensor(t: Tensor) -> dict[str, Any]:
         extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-        return {"data": t.as_strided((extent,), (1,)).clone(), "shape": list(t.shape), "stride": list(t.stride())}
+        return {
+            "data": t.as_strided((extent,), (1,)).clone(),
+            "shape": list(t.shape),
+            "stride": list(t.stride()),
+        }
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return {"tensor": tensor(value)}
         if isinstance(value, KVPool):
             halves = {h: getattr(value, h) for h in ("k", "v")}
-            lists = {h: [tensor(t) for t in ((x,) if isinstance(x, Tensor) else x or ())] for h, x in halves.items()}
-            return {"pool": lists, "layout": value.layout, "page_size": value.page_size, "list": isinstance(value.k, tuple)}
+            lists = {
+                h: [tensor(t) for t in ((x,) if isinstance(x, Tensor) else x or ())]
+                for h, x in halves.items()
+            }
+            return {
+                "pool": lists,
+                "layout": value.layout,
+                "page_size": value.page_size,
+                "list": isinstance(value.k, tuple),
+            }
         if isinstance(value, range):
             return {"range": [value.start, value.stop]}
         return {"value": value}
@@ -236,7 +254,10 @@ def _to(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, KVPool):
-        k, v = (x if x is None else tensor(x) if isinstance(x, Tensor) else [tensor(t) for t in x] for x in (value.k, value.v))
+        k, v = (
+            x if x is None else tensor(x) if isinstance(x, Tensor) else [tensor(t) for t in x]
+            for x in (value.k, value.v)
+        )
         assert k is not None
         return KVPool(k, v, layout=value.layout, page_size=value.page_size)
     return value
@@ -245,7 +266,12 @@ def _to(value: Any, device: str) -> Any:
 def _made(backend: str, device: str) -> dict[str, str]:
     import hal
 
-    made = {"hal": hal.__version__, "torch": str(torch.__version__), "backend": backend, "python": platform.python_version()}
+    made = {
+        "hal": hal.__version__,
+        "torch": str(torch.__version__),
+        "backend": backend,
+        "python": platform.python_version(),
+    }
     if device.startswith("cuda"):
         made["device"] = torch.cuda.get_device_name()
     return made
@@ -269,7 +295,9 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(o) for o in outcomes], indent=1))
     else:
         for o in outcomes:
-            print(f"{'pass' if o.passed else 'FAIL'}  {o.op:26}{o.case:36}{o.same:7.2%} same bits  {o.detail}")
+            print(
+                f"{'pass' if o.passed else 'FAIL'}  {o.op:26}{o.case:36}{o.same:7.2%} same bits  {o.detail}"
+            )
         print(f"{sum(o.passed for o in outcomes)} passed / {len(outcomes)} replayed")
     return int(not all(o.passed for o in outcomes))
 

@@ -133,7 +133,9 @@ def _plane_copies(
         start = slots // pool.page_size * x.page_stride + slots % pool.page_size * x.token_stride
         token = (start[run] + t * x.token_stride).view(-1, 1, 1)
         grids.append(token + offsets["piece"][side].view(-1, 1) + offsets["layer"][side])
-    return _join(grids[0].view(-1), grids[1].view(-1), sizes[run].view(-1, 1, 1).expand_as(grids[0]).reshape(-1))
+    return _join(
+        grids[0].view(-1), grids[1].view(-1), sizes[run].view(-1, 1, 1).expand_as(grids[0]).reshape(-1)
+    )
 
 
 def _join(src: Tensor, dst: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -89,8 +89,11 @@ class KVPool:
         layout: str = "layer_first",
         page_size: int = 1,
     ) -> None:
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise _bad("layout", "one of " + ", ".join(LAYOUTS), repr(layout))
+        for name, half in (("k", k), ("v", v)):
+            if not isinstance(half, Tensor | Sequence) and not (half is None and name == "v"):
+                raise _bad(name, "a tensor or a sequence of tensors", _describe(half))
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
             raise _bad("page_size", "an int >= 1", repr(page_size))
         self.layout = layout
@@ -144,10 +147,8 @@ class KVPool:
                 ):
                     raise _bad(f"{name}[{i}]", f"layer 0's {_describe(one)}", _describe(t))
             shape, strides = (len(half), *one.shape), (1, *one.stride())
-        elif isinstance(half, Tensor):
-            shape, strides = tuple(half.shape), half.stride()
         else:
-            raise _bad(name, "a tensor or a sequence of tensors", type(half).__name__)
+            shape, strides = tuple(half.shape), half.stride()
         ranks = {"layer_first": (3, 4), "page_first": (3, 4), "page_first_direct": (4, 5), "page_head": (5,)}
         if len(shape) not in ranks[self.layout]:
             raise _bad(name, f"{want} for layout {self.layout}", _shape(half))
@@ -235,6 +236,8 @@ class KVPool:
             raise _bad("page_size", "an int >= 1", repr(page))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0 or slots % page:
             raise _bad("slots", f"a multiple of page_size {page}", repr(slots))
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise _bad("layout", "one of " + ", ".join(LAYOUTS), repr(layout))
         if layout == "page_head" and len(pool.row_shape) != 2:
             raise _bad("layout", "a layout without a head dim, for rows without one", "'page_head'")
 
@@ -253,8 +256,6 @@ class KVPool:
             )
             return raw.view(pool.dtype)
 
-        if layout not in LAYOUTS:
-            raise _bad("layout", "one of " + ", ".join(LAYOUTS), repr(layout))
         v = None if pool.v_row_shape is None else make(pool.v_row_shape)
         return cls(make(pool.row_shape), v, layout=layout, page_size=page)
 
@@ -287,6 +288,9 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int, page_size: int = 1) -> None:
+        for name, value, least in (("num_slots", num_slots, 0), ("page_size", page_size, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError("SlotAllocator", name, f"an int >= {least}", repr(value))
         self.page_size = page_size
         self._pages = num_slots // page_size
         self._runs: dict[int, int] = {0: self._pages} if self._pages else {}
@@ -304,8 +308,8 @@ class SlotAllocator:
         Raises:
             HalError: fewer slots are free; nothing is taken.
         """
-        if tokens < 0:
-            raise _bad("tokens", "an int >= 0", str(tokens))
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ArgumentError("SlotAllocator", "tokens", "an int >= 0", repr(tokens))
         need = -(-tokens // self.page_size)
         if need > sum(self._runs.values()):
             raise HalError(
@@ -336,9 +340,12 @@ class SlotAllocator:
         pages = sorted({int(s) // self.page_size for s in slots.tolist() if s != -1})
         for p in pages:
             if not 0 <= p < self._pages:
-                raise _bad("slots", f"slots in [0, {self._pages * self.page_size})", f"a slot of page {p}")
+                top = self._pages * self.page_size
+                raise ArgumentError("SlotAllocator", "slots", f"slots in [0, {top})", f"a slot of page {p}")
             if not self._used[p]:
-                raise _bad("slots", "slots that are in use", f"page {p}, which is free already")
+                raise ArgumentError(
+                    "SlotAllocator", "slots", "slots in use", f"page {p}, which is free already"
+                )
         for p in pages:
             self._give(p, 1)
 

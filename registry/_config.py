@@ -75,7 +75,9 @@ def verify(
         backend, slash, _ = name.partition("/")
         if backend not in known:
             if backend in blocked:
-                raise SelectionError(f"hal: {choice.source}: HAL_PLUGINS keeps {backend} from loading; add it there")
+                raise SelectionError(
+                    f"hal: {choice.source}: HAL_PLUGINS keeps {backend} from loading; add it there"
+                )
             raise SelectionError(
                 f"hal: {choice.source}: unknown backend {backend}{did_you_mean(backend, known)}"
                 f"; known: {', '.join(known)}"

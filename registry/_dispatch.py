@@ -7,46 +7,63 @@ kind goes the long way, through checks and selection.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hal import _env
-from hal._errors import ArgumentError, HalError, NoBackendError, SelectionError
+from hal._errors import ArgumentError, BackendError, HalError, NoBackendError, SelectionError
 from hal._version import __version__
-from hal.ops._spec import KEY_NAMES, OpSpec, Signature, TensorSig
+from hal.ops._spec import (
+    KEY_NAMES,
+    SHORT,
+    OpSpec,
+    PoolArg,
+    PoolSig,
+    ScaleArg,
+    Signature,
+    TensorArg,
+    TensorSig,
+    ValueArg,
+)
 from hal.registry import _config, _select
 from hal.registry._discover import Entry, State, resolve
 from hal.registry._manifest import Impl
+from hal.registry._select import Verdict
 from hal.registry._table import CHECKS, Table, live
 
 if TYPE_CHECKING:
     from hal.registry._select import Explanation
 
+# Names with an underscore are ours: no parameter of an op has one.
 _TEMPLATE = """
 def {name}({params}backend=None):
-    table = live.table
-    run = None
-    if table is not None:
+    _table = _live.table
+    _run = None
+    if _table is not None:
         try:
-            run = table.caches[{name!r}].get((backend, scope(), {key}))
+            _run = _table.caches[{name!r}].get((backend, _scope(), {key}))
         except Exception:
             pass
-    if run is None:
-        return first({arguments}, backend)
-    if table.checks and ({recheck}):
-        again(table, {arguments})
-    return run({call})
+    if _run is None:
+        return _first({arguments}, backend)
+    if _table.checks and ({recheck}):
+        _again(_table, {arguments})
+    return _run({call})
 """
 _KEY = """
-def key({params}backend=None):
-    return (backend, scope(), {key})
+def _key({params}backend=None):
+    return (backend, _scope(), {key})
 """
+
+_made: dict[str, tuple[OpSpec, Callable[..., Any]]] = {}
 
 
 def dispatcher(op: str) -> Callable[..., Any]:
@@ -56,6 +73,8 @@ def dispatcher(op: str) -> Callable[..., Any]:
         SelectionError: there is no such op.
     """
     spec = live.current().spec(op)
+    if op in _made and _made[op][0] is spec:
+        return _made[op][1]
     names = list(spec.args)
     params = _parameters(spec)
     sizes = spec.sizes_source()
@@ -65,13 +84,13 @@ def dispatcher(op: str) -> Callable[..., Any]:
         for p in spec.signature.parameters.values()
     )
     namespace: dict[str, Any] = {
-        "live": live,
-        "scope": _config.scope.get,
+        "_live": live,
+        "_scope": _config.scope.get,
         **KEY_NAMES,
     }
-    # Two steps: `first` needs the key function, and the dispatched function needs `first`.
+    # Two steps: `_first` needs the key function, and the dispatched function needs `_first`.
     exec(_KEY.format(params=params, key=spec.key_source()), namespace)
-    key = namespace["key"]
+    key = namespace["_key"]
 
     def first(*args: Any) -> Any:
         *values, backend = args
@@ -85,9 +104,9 @@ def dispatcher(op: str) -> Callable[..., Any]:
         if table.checks == 2:
             _check_values(spec, dict(zip(names, values, strict=True)))
 
-    exec(f"def sizes_differ({', '.join(names)}): return {sizes}", namespace)
-    sizes_differ = namespace["sizes_differ"]
-    namespace.update(first=first, again=again)
+    exec(f"def _sizes_differ({', '.join(names)}): return {sizes}", namespace)
+    sizes_differ = namespace["_sizes_differ"]
+    namespace.update(_first=first, _again=again)
     source = _TEMPLATE.format(
         name=spec.name,
         params=params,
@@ -104,6 +123,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
         "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
     )
     fn.__signature__ = spec.signature.replace(parameters=[*spec.signature.parameters.values(), extra])  # type: ignore[attr-defined]
+    _made[op] = spec, fn
     return fn
 
 
@@ -129,21 +149,22 @@ def _first(spec: OpSpec, values: dict[str, Any], backend: Any, key: Callable[...
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(spec.name, "backend", "a backend's name, e.g. 'cpu', or None", repr(backend))
     table = live.current()
+    table.spec(spec.name)  # a plugin's op may be gone since the function was made
     if table.checks:
         spec.check_call(values)
         if table.checks == 2:
             _check_values(spec, values)
     sig = spec.sign(values)
     run = _select.select(table, spec, sig, table.levels(backend, _config.scope.get())).run
-    table.caches[spec.name][key(**values, backend=backend)] = run
+    # Unchecked, an argument may be what no key can be made of.
+    with contextlib.suppress(Exception):
+        table.caches[spec.name][key(**values, backend=backend)] = run
     return run(**values)
 
 
 def _check_values(spec: OpSpec, values: Mapping[str, Any]) -> None:
     """Index values, unless a graph is being captured: reading one would sync."""
-    if spec.check_values is not None and not (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
+    if spec.check_values is not None and not _select.capturing(spec.sign(values).device):
         spec.check_values(values)
 
 
@@ -191,7 +212,8 @@ def bind(
     Raises:
         NoBackendError: nothing may run an op of `like`. An op without an example that nothing can run raises when
             it is asked for.
-        SelectionError: an unknown name, or several ready implementations and no example.
+        SelectionError: an unknown name, several ready implementations and no example, or an example elsewhere.
+        ArgumentError: an example that breaks the contract.
 
     Example:
         >>> import torch, hal
@@ -216,7 +238,11 @@ def bind(
         if op in examples:
             example = examples[op]
             values = spec.bind(**example) if isinstance(example, Mapping) else spec.bind(*example)
-            run = _select.select(table, spec, spec.sign(values), levels).run
+            spec.check_call(values)
+            sig = spec.sign(values)
+            if sig.device != kind:
+                raise SelectionError(f"hal: bind({str(device)!r}): the example of {op} is on {sig.device}")
+            run = _select.select(table, spec, sig, levels).run
         else:
             found = _bind_by_device(table, spec, kind, levels)
             if isinstance(found, str):
@@ -234,35 +260,50 @@ def _bind_by_device(
     name, source = _select.decide(levels, spec.name)
     if name == "reference":
         return spec.reference
-    lane = "device" if name == "auto" else table.lane
-    if name == "auto":
+    auto = name == "auto"
+    lane = table.lane
+    pairs: list[tuple[Entry, Impl | None]]
+    if auto:
+        if lane != "device":
+            return f"hal: {spec.name}: lane {lane} needs a named backend — set HAL_BACKEND"
         pairs = _select.candidates(table, spec.name, device)
     else:
         backend, _, which = name.partition("/")
         entry = table.entries[backend]
-        pairs = [(entry, i) for i in entry.impls(spec.name) if not which or i.name == which]
-        if entry.manifest and lane in entry.manifest.lanes and device not in entry.manifest.lanes[lane]:
-            return f"hal: {spec.name}: {name} takes {', '.join(entry.manifest.lanes[lane])} in lane {lane}; got {device} (by {source})"
+        pairs = [(entry, i) for i in entry.impls(spec.name) if not which or i.name == which] or [
+            (entry, None)
+        ]
+        devices = entry.manifest.lanes.get(lane, ()) if entry.manifest else ()
+        if devices and device not in devices:
+            takes = ", ".join(devices)
+            return f"hal: {spec.name}: {name} takes {takes} in lane {lane}; got {device} (by {source})"
     ready: list[tuple[str, Callable[..., Any]]] = []
-    reasons: list[str] = []
+    verdicts: list[Verdict] = []
     for entry, impl in pairs:
-        state = entry.state(lane)
-        run = entry.bind(impl, spec.signature) if state.ready else state
+        title = entry.title(impl) if impl else entry.name
+        state = entry.op_state(spec.name, lane) if impl is None else entry.state(lane)
+        run = entry.bind(impl, spec.signature) if impl and state.ready else state
         if isinstance(run, State):
-            reasons.append(f"{entry.title(impl)} {run}")
+            verdicts.append(Verdict(title, lane, run.state, run.reason, run.remedy))
         else:
-            ready.append((entry.title(impl), run))
+            verdicts.append(Verdict(title, lane, "chosen"))
+            ready.append((title, run))
     if len(ready) > 1:
         raise SelectionError(
-            f"hal: bind: {spec.name} has several ready implementations: {', '.join(n for n, _ in ready)}; give an example, "
-            f"like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][0]}'"
+            f"hal: bind: {spec.name} has several ready implementations: {', '.join(n for n, _ in ready)}; give an "
+            f"example, like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][0]}'"
         )
-    if ready:
-        table.observers.tell("hal_on_bind", op=spec.name, backend=ready[0][0], lane=lane)
-        return ready[0][1]
-    if name == "auto":
-        return spec.reference
-    return f"hal: {spec.name}: {name} can't run it: {'; '.join(reasons) or 'unimplemented'} (by {source})"
+    if not ready and not auto:
+        return str(_select.Explanation(spec.name, spec.name, None, tuple(verdicts), source, True))
+    if not ready:
+        verdicts.append(Verdict("reference", lane, "chosen"))
+        ready.append(("reference", spec.reference))
+    chosen = next(v for v in verdicts if v.state == "chosen")
+    if auto:
+        told = _select.Explanation(spec.name, spec.name, chosen, tuple(verdicts), source, False)
+        _select.downgrades(table, told)
+    table.observers.tell("hal_on_bind", op=spec.name, backend=chosen.name, lane=lane)
+    return ready[0][1]
 
 
 def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
@@ -314,7 +355,9 @@ def warmup(
     backend: str | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """Compiles and allocates ahead of the first request: calls the warm-up of every backend that `device`'s calls may reach.
+    """Compiles and allocates ahead of the first request.
+
+    Calls the warm-up of every backend that `device`'s calls may reach.
 
     Args:
         device: as in `bind`.
@@ -328,13 +371,17 @@ def warmup(
     Raises:
         SelectionError: an unknown op or backend.
         NoBackendError: the named backend is not ready.
+        BackendError: a warm-up raised.
     """
     table = live.current()
     for op in ops or ():
         table.spec(op)
     kind = torch.device(device).type
-    if backend is not None:
-        table.parse(backend, "warmup(backend={!r})")
+    if backend is not None and backend not in table.entries:
+        near = _env.did_you_mean(backend, table.entries)
+        raise SelectionError(
+            f"hal: warmup: unknown backend {backend}{near}; known: {', '.join(table.entries)}"
+        )
     seconds: dict[str, float] = {}
     for name, entry in table.entries.items():
         if backend is not None and name != backend:
@@ -348,7 +395,12 @@ def warmup(
             continue
         if manifest.warmup is not None:
             begin = time.perf_counter()
-            resolve(manifest.warmup)(list(ops or table.op_names), torch.device(device), **options)
+            try:
+                resolve(manifest.warmup)(list(ops or table.op_names), torch.device(device), **options)
+            except HalError:
+                raise
+            except Exception as e:
+                raise BackendError(f"hal: warmup: {name} raised {type(e).__name__}: {e}") from e
             seconds[name] = time.perf_counter() - begin
     return seconds
 
@@ -409,54 +461,89 @@ def _state(state: State) -> dict[str, str]:
 
 
 def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
-    """A `Signature` from a few arguments in the notation of the error texts; the rest as the op's plainest example has it.
+    """A `Signature` from a few arguments in the notation of the error texts.
+
+    The rest is as in the op's plainest example, in the sizes, dtype and device of those that are given.
 
     Args:
-        given: name -> `TensorSig`, or a plain value.
+        given: name -> `TensorSig`, `PoolSig`, or a plain value.
+
+    Raises:
+        ArgumentError: an argument that the op has not, or that its contract rules out.
     """
     sig = spec.sign(spec.make())
     known = dict(sig)
     dims = dict(sig.dims)
+    set_by: dict[str, str] = {}
     device, index = "cpu", None
     for name, value in given.items():
         if name not in spec.args:
-            raise HalError(
-                f"hal: {spec.name} has no argument {name}{_env.did_you_mean(name, spec.args)}; it has {', '.join(spec.args)}"
-            )
-        known[name] = value
+            near = _env.did_you_mean(name, spec.args)
+            raise ArgumentError(spec.name, name, f"one of {', '.join(spec.args)}", f"no such argument{near}")
+        known[name] = _given(spec, name, value)
         if isinstance(value, TensorSig):
-            dims.update(_sizes(spec, name, value))
-            if value.device != "cpu":
-                device, index = value.device, value.index
-    dtype = next((v.dtype for n, v in given.items() if isinstance(v, TensorSig)), None)
+            for d, size in _sizes(spec, name, value).items():
+                if dims.get(d) != size and d in set_by:
+                    raise ArgumentError(spec.name, name, f"{d} = {dims[d]}, as in {set_by[d]}", str(value))
+                dims[d] = size
+                set_by[d] = name
+        if isinstance(value, TensorSig | PoolSig) and value.device != "cpu":
+            device, index = value.device, getattr(value, "index", None)
+    dtype = next((v.dtype for v in given.values() if isinstance(v, TensorSig)), None)
     for name, value in known.items():
         if name not in given and isinstance(value, TensorSig):
             known[name] = _like(spec, name, value, dims, dtype, device, index)
     return Signature(spec.name, known, device, index, {d: n for d, n in dims.items() if d in spec.static})
 
 
+def _given(spec: OpSpec, name: str, value: Any) -> Any:
+    """One argument as selection sees it."""
+    arg = spec.args[name]
+    if isinstance(arg, TensorArg):
+        if value is None and arg.optional:
+            return None
+        if not isinstance(value, TensorSig):
+            raise ArgumentError(
+                spec.name, name, f"a tensor such as bf16[{arg.dims.split('|')[0]}]", repr(value)
+            )
+        dtypes = arg.dtypes if not isinstance(arg.dtypes, str) else spec.args[arg.dtypes].dtypes  # type: ignore[union-attr]
+        if value.dtype not in dtypes:
+            expected = " or ".join(SHORT[d] for d in dtypes if isinstance(d, torch.dtype))
+            raise ArgumentError(spec.name, name, f"dtype {expected}", str(value))
+        shape = tuple(
+            n if d in spec.static else None
+            for d, n in zip(_sizes(spec, name, value), value.example, strict=True)
+        )
+        return replace(value, shape=shape)
+    if isinstance(arg, PoolArg) != isinstance(value, PoolSig) or isinstance(value, TensorSig):
+        expected = "KVPool(LAYOUT,DTYPE[HxD]@DEVICE)" if isinstance(arg, PoolArg) else "a plain value"
+        raise ArgumentError(spec.name, name, expected, str(value))
+    if isinstance(arg, ScaleArg):
+        return None if value is None else "float"
+    if isinstance(arg, ValueArg) and arg.choices and value not in arg.choices:
+        raise ArgumentError(spec.name, name, "one of " + ", ".join(map(repr, arg.choices)), repr(value))
+    return value
+
+
 def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
-    names = spec._dims_of(spec.args[name], value.ndim)
+    arg = spec.args[name]
+    assert isinstance(arg, TensorArg)
+    names = spec._dims_of(arg, value.ndim)
     if not names:
-        raise HalError(
-            f"hal: {spec.name}: {name}: expected {getattr(spec.args[name], 'dims', 'no tensor')}; got rank {value.ndim}"
+        raise ArgumentError(
+            spec.name, name, " or ".join(f"[{a.strip()}]" for a in arg.dims.split("|")), str(value)
         )
     return dict(zip(names, value.example, strict=True))
 
 
 def _like(
-    spec: OpSpec,
-    name: str,
-    value: TensorSig,
-    dims: Mapping[str, int],
-    dtype: torch.dtype | None,
-    device: str,
-    index: int | None,
-) -> TensorSig:
+    spec: OpSpec, name: str, value: TensorSig, dims: Mapping[str, int], dtype: torch.dtype | None,
+    device: str, index: int | None,
+) -> TensorSig:  # fmt: skip
+    """An argument of the plain example, in the sizes, dtype and device of those that were given."""
     names = spec._dims_of(spec.args[name], value.ndim)
     example = tuple(dims.get(d, n) for d, n in zip(names, value.example, strict=True))
     shape = tuple(n if d in spec.static else None for d, n in zip(names, example, strict=True))
-    follow = dtype is not None and value.dtype == torch.bfloat16 and dtype.is_floating_point
-    return TensorSig(
-        dtype if follow and dtype else value.dtype, device, shape, value.stride, value.aligned, index, example
-    )
+    follow = dtype is not None and dtype.is_floating_point and value.dtype == torch.bfloat16
+    like = dtype if follow and dtype is not None else value.dtype
+    return replace(value, dtype=like, device=device, shape=shape, index=index, example=example)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal._errors import BackendError, FallbackWarning, NoBackendError
 from hal.registry._config import Choice
-from hal.registry._discover import Entry, State, broken, resolve
+from hal.registry._discover import FAULTS, Entry, State, broken, resolve
 from hal.registry._manifest import Impl
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class Explanation:
             return ""
         if self.decided_by.startswith("HAL_BACKEND="):
             asked = ",".join(
-                p
+                p.strip()
                 for p in self.decided_by.removeprefix("HAL_BACKEND=").split(",")
-                if not p.startswith(self.op + "=")
+                if p.partition("=")[0].strip() != self.op
             )
             return f" Try HAL_BACKEND={asked}{',' if asked else ''}{self.op}=reference"
         return f" Try {self.op}=reference, which runs anywhere"
@@ -93,13 +93,18 @@ def decide(choices: Iterable[Choice], op: str) -> tuple[str, str]:
 
 
 def explain(
-    table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
+    table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice], others: bool = True
 ) -> tuple[Explanation, Selection | None]:
-    """Everything about one call; a `Selection` where something may run it. Warns of nothing."""
+    """Everything about one call; a `Selection` where something may run it. Warns of nothing.
+
+    Args:
+        others: where a named backend runs the call, look at those that were not asked for too. Their probes may
+            wake a device that the process never meant to touch: an ordinary call does without.
+    """
     name, source = decide(choices, spec.name)
     if name == "auto":
         return _auto(table, spec, sig, source)
-    return _named(table, spec, sig, name, source)
+    return _named(table, spec, sig, name, source, others)
 
 
 def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]) -> Selection:
@@ -108,41 +113,45 @@ def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
     Raises:
         NoBackendError: none may run it; the message says why of each.
     """
-    refuse_in_capture(spec.name, sig.device)
-    told, selection = explain(table, spec, sig, choices)
+    if capturing(sig.device):
+        # Selecting may import, compile and warn.
+        raise BackendError(
+            f"hal: {spec.name}: a call of a new kind while a graph is captured: no backend is selected yet for these "
+            "dtypes and shapes; call the op once before the capture, or use hal.bind(...) and hal.warmup(...)"
+        )
+    told, selection = explain(table, spec, sig, choices, others=False)
     for v in told.verdicts:
         if v.state == "rejected":
             table.observers.tell("hal_on_reject", op=spec.name, backend=v.name, reason=v.reason)
     if selection is None:
         raise NoBackendError(str(told))
     if not told.strict:
-        _downgrades(table, told)
+        downgrades(table, told)
     assert told.chosen is not None
     table.observers.tell("hal_on_bind", op=spec.name, backend=told.chosen.name, lane=told.chosen.lane)
     return selection
 
 
-def refuse_in_capture(op: str, device: str) -> None:
-    """Raises where a graph is being captured: selecting may import, compile and warn."""
+def capturing(device: str) -> bool:
+    """Is a graph being captured on this thread's current stream?"""
     if device == "cpu":
-        return
+        return False
     import torch
 
     module = getattr(torch, device, None)
     capturing = getattr(module, "is_current_stream_capturing", None)
-    if capturing is not None and capturing():
-        raise BackendError(
-            f"hal: {op}: a call of a new kind while a graph is captured: no backend is selected yet for these dtypes and "
-            "shapes; call the op once before the capture, or use hal.bind(...) and hal.warmup(...)"
-        )
+    return capturing is not None and bool(capturing())
 
 
-def _downgrades(table: Table, told: Explanation) -> None:
+def downgrades(table: Table, told: Explanation) -> None:
+    """Warns, once each, of what `auto` passed over on its way; with ``fallback="error"`` it raises instead."""
     assert told.chosen is not None
-    passed = [v for v in told.verdicts if v.state in ("rejected", "broken")]
-    if told.chosen.name == "reference" and not passed:
-        passed = [v for v in told.verdicts if v.state not in ("chosen", "ready")][:1]
+    # What stands behind the chosen one would not have been asked.
+    before = told.verdicts[: told.verdicts.index(told.chosen)]
+    passed = [v for v in before if v.state in ("rejected", "broken")]
     at_reference = told.chosen.name == "reference"
+    if at_reference and not passed:
+        passed = list(before[:1])
     if not passed and not at_reference:
         return
     if table.fallback == "error":
@@ -165,7 +174,7 @@ def _reference(spec: OpSpec, state: str) -> Verdict:
 
 
 def _named(
-    table: Table, spec: OpSpec, sig: Signature, name: str, source: str
+    table: Table, spec: OpSpec, sig: Signature, name: str, source: str, others: bool
 ) -> tuple[Explanation, Selection | None]:
     def told(chosen: Verdict | None, verdicts: Sequence[Verdict]) -> Explanation:
         return Explanation(spec.name, str(sig), chosen, tuple(verdicts), source, True)
@@ -183,7 +192,8 @@ def _named(
         verdict, run = _judge(table, entry, impl, spec, sig, table.lane)
         if run is not None:
             chosen = Verdict(verdict.name, verdict.lane, "chosen")
-            explanation = told(chosen, [*verdicts, chosen, *_others(table, spec, sig, entry)])
+            rest = _others(table, spec, sig, entry) if others else []
+            explanation = told(chosen, [*verdicts, chosen, *rest])
             return explanation, Selection(run, entry, impl, explanation)
         verdicts.append(verdict)
     return told(None, [*verdicts, *_others(table, spec, sig, entry)]), None
@@ -215,7 +225,8 @@ def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Expl
     for entry, impl in candidates(table, spec.name, sig.device):
         if chosen is not None:
             state = entry.state("device")
-            verdicts.append(Verdict(entry.title(impl), "device", state.state, state.reason, state.remedy))
+            title = entry.title(impl) if impl else entry.name
+            verdicts.append(Verdict(title, "device", state.state, state.reason, state.remedy))
             continue
         verdict, run = _judge(table, entry, impl, spec, sig, "device")
         if run is not None:
@@ -232,15 +243,26 @@ def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Expl
     return explanation, Selection(chosen[3], chosen[1], chosen[2], explanation)
 
 
-def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl]]:
-    """What `auto` may take for a device type, in its order: built-in before third party, then priority, then name."""
-    found = [
+def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl | None]]:
+    """What `auto` may take for a device type, in its order: built-in before third party, then priority, then name.
+
+    A plugin without a manifest (it can't be imported, say) might have had the op, so it is among the third party's.
+    """
+    found: list[tuple[Entry, Impl | None]] = [
         (entry, impl)
         for entry in table.entries.values()
-        for impl in entry.impls(op)
-        if entry.manifest is not None and device in entry.manifest.lanes.get("device", ())
+        for impl in (entry.impls(op) if entry.manifest else (None,))
+        if entry.manifest is None or device in entry.manifest.lanes.get("device", ())
     ]
-    return sorted(found, key=lambda c: (c[0].third_party, -c[1].priority, c[0].name, c[1].name))
+    return sorted(
+        found,
+        key=lambda c: (
+            c[0].third_party,
+            -(c[1].priority if c[1] else 0),
+            c[0].name,
+            c[1].name if c[1] else "",
+        ),
+    )
 
 
 def _judge(
@@ -269,7 +291,7 @@ def _judge(
     if impl.supports is not None:
         try:
             said = resolve(impl.supports)(sig)
-        except Exception as e:
+        except FAULTS as e:
             return no(broken("its supports", e))
         if said is not None and not isinstance(said, str):
             return no(State("broken", f"its supports returned {said!r}; expected None or the reason why not"))

@@ -17,7 +17,7 @@ from hal import _env
 from hal import ops as _ops
 from hal._errors import SelectionError
 from hal.registry import _config
-from hal.registry._config import Choice, Scope
+from hal.registry._config import Choice
 from hal.registry._discover import READY, Entry, Found, Observers, State, discover
 from hal.registry._manifest import Backend, Impl
 
@@ -30,7 +30,9 @@ CHECKS = {"off": 0, "args": 1, "full": 2}
 class Table:
     """One snapshot. Its caches are filled as calls of new kinds come; everything else never changes."""
 
-    def __init__(self, found: Found, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, found: Found, settings: Mapping[str, Any], warned: set[tuple[str, ...]] | None = None
+    ) -> None:
         self.found = found
         self.entries = found.entries
         self.observers = Observers(found.manager)
@@ -43,16 +45,13 @@ class Table:
         self.checks_name = settings.get("checks") or _env.get("HAL_CHECKS")
         self.checks = CHECKS[self.checks_name]
         self.op_names = (*_ops.BUILTIN, *(n for n in found.specs if n not in _ops.BUILTIN))
-        self.choices: tuple[Choice, ...] = ()
-        self.choices = tuple(
-            self.parse(text, shown)
-            for text, shown in (
-                (settings.get("backend") or "", "hal.configure(backend={!r})"), (_env.get("HAL_BACKEND"), "HAL_BACKEND={}"),
-            )
-            if text
-        )  # fmt: skip
+        named = (
+            (settings.get("backend"), "hal.configure(backend={!r})"),
+            (_env.get("HAL_BACKEND"), "HAL_BACKEND={}"),
+        )
+        self.choices = tuple(self.parse(text, shown) for text, shown in named if text)
         self.caches: dict[str, dict[Any, Callable[..., Any]]] = {op: {} for op in self.op_names}
-        self.warned: set[tuple[str, ...]] = set()
+        self.warned = set() if warned is None else warned
 
     def parse(self, text: str, shown: str) -> Choice:
         choice = _config.parse(text, shown.format)
@@ -60,7 +59,7 @@ class Table:
             n: {e.title(i) for op in (e.manifest.ops if e.manifest else ()) for i in e.impls(op)}
             for n, e in self.entries.items()
         }
-        _config.verify(choice, names, self.op_names)
+        _config.verify(choice, names, self.op_names, self.found.blocked)
         return choice
 
     def spec(self, op: str) -> OpSpec:
@@ -71,10 +70,10 @@ class Table:
             )
         return self.found.specs[op] if op in self.found.specs else _ops.spec(op)
 
-    def levels(self, backend: str | None, scope: Scope | None) -> list[Choice]:
+    def levels(self, backend: str | None, scope: tuple[str, ...]) -> list[Choice]:
         """Every level that made a choice, the strongest first."""
         first = [self.parse(backend, "backend={!r}")] if backend is not None else []
-        return [*first, *(scope.choices() if scope else []), *self.choices]
+        return [*first, *(self.parse(text, "hal.use({!r})") for text in scope), *self.choices]
 
 
 def _enter_interpreter() -> None:
@@ -83,7 +82,8 @@ def _enter_interpreter() -> None:
         return
     if "triton" in sys.modules:
         raise SelectionError(
-            "hal: HAL_LANE=interpreter: triton is imported already without it; set TRITON_INTERPRET=1 before Python starts"
+            "hal: HAL_LANE=interpreter: triton is imported already without it; "
+            "set TRITON_INTERPRET=1 before Python starts"
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -110,7 +110,9 @@ class Live:
     def swap(self, found: Found | None, settings: Mapping[str, Any]) -> None:
         """A new table; on an error the old one stays."""
         with self.lock:
-            table = Table(found or self.current().found, settings)
+            # Other settings make no new warnings; other plugins and another environment do.
+            old = self.current() if found is None else None
+            table = Table(old.found, settings, old.warned) if old else Table(found, settings)  # type: ignore[arg-type]
             self.settings = dict(settings)
             self.table = table
 
@@ -121,11 +123,14 @@ os.register_at_fork(after_in_child=lambda: setattr(live, "lock", threading.RLock
 
 def reload() -> None:
     """Reads the environment and the plugins again. What `hal.configure` set and `hal.register` added stays."""
-    live.swap(discover(live.registered), live.settings)
+    with live.lock:
+        live.swap(discover(live.registered), live.settings)
 
 
 def configure(*, backend: str | None = None, fallback: str | None = None, checks: str | None = None) -> None:
-    """Process-wide settings, for an engine's flags; stronger than the environment. None leaves one as it is, ``""`` unsets it.
+    """Process-wide settings, for an engine's flags; stronger than the environment.
+
+    None leaves a setting as it is, ``""`` unsets it.
 
     Args:
         backend: the grammar of ``HAL_BACKEND``.
@@ -145,8 +150,9 @@ def configure(*, backend: str | None = None, fallback: str | None = None, checks
         ("checks", checks, _env.CHOICES["HAL_CHECKS"]),
     ):
         if value and value not in allowed:
+            near = _env.did_you_mean(value, allowed)
             raise SelectionError(
-                f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{_env.did_you_mean(value, allowed)}"
+                f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{near}"
             )
     given = {"backend": backend, "fallback": fallback, "checks": checks}
     with live.lock:
@@ -166,8 +172,8 @@ def use(backend: str) -> Iterator[None]:
         ...     hal.get_last_loc(torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0]), torch.tensor([1]))
         tensor([0])
     """
-    choice = live.current().parse(backend, "hal.use({!r})")
-    token = _config.scope.set(Scope(choice, _config.scope.get()))
+    live.current().parse(backend, "hal.use({!r})")
+    token = _config.scope.set((backend, *_config.scope.get()))
     try:
         yield
     finally:
@@ -214,7 +220,8 @@ def register(
                 return fn
             if any(i.name == name for i in known):
                 raise SelectionError(
-                    f"hal: register({op!r}, backend={backend!r}): there is another implementation already; give a name"
+                    f"hal: register({op!r}, backend={backend!r}): there is another implementation already; give it a "
+                    f"name, or hal.unregister({backend!r}) first"
                 )
             if entry and entry.manifest and entry.manifest.lanes != lanes:
                 raise SelectionError(
@@ -222,7 +229,10 @@ def register(
                     f"expected those of the backend, {entry.manifest.lanes['device']}"
                 )
             ops[op] = (*known, impl)
-            manifest = Backend(backend, lanes, ops)
+            try:
+                manifest = Backend(backend, lanes, ops)
+            except (TypeError, ValueError) as e:
+                raise SelectionError(f"hal: register({op!r}): {e}") from None
             registered = {**live.registered, backend: Entry(backend, manifest, "registered", "hal.register")}
             live.swap(discover(registered), live.settings)
             live.registered = registered
@@ -240,7 +250,9 @@ def unregister(backend: str) -> None:
 
 
 def table() -> Mapping[str, Mapping[str, tuple[tuple[Impl, State], ...]]]:
-    """The read-only map op -> backend -> its implementations, highest priority first, each with its state in the current lane.
+    """The read-only map op -> backend -> its implementations, highest priority first, each with its state.
+
+    The state is that of the current lane, or of ``device`` where a backend has no such lane.
 
     ``reference`` is in every row. A backend without the op has an empty tuple.
     """

@@ -29,6 +29,9 @@ def spec(name: str) -> OpSpec:
 
 
 def __getattr__(name: str) -> Any:
+    if name in BUILTIN:
+        # Always the contract's module, whether or not it was imported before: the function is ``hal.<name>``.
+        return import_module(f"hal.ops.{name}")
     if name.startswith("_"):
         raise AttributeError(f"module 'hal.ops' has no attribute {name!r}")
     from hal._errors import SelectionError

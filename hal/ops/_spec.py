@@ -93,11 +93,12 @@ class TensorSig:
     device: str
     shape: tuple[int | None, ...]
     stride: str
-    """``contiguous``, ``inner`` (last dim contiguous), ``strided``, or ``overlapping`` (an expanded view)."""
+    """``contiguous``; ``inner`` (last dim contiguous); ``overlapping`` (so too, and expanded: several elements in one
+    place); ``strided``; ``strided overlapping``."""
     aligned: bool
-    """The data start on a 16-byte boundary."""
+    """The data start on a 16-byte boundary. Of index tensors nobody may ask that: False."""
     index: int | None = None
-    example: tuple[int, ...] = ()
+    example: tuple[int, ...] = field(default=(), compare=False)
     """The sizes of the call that was shown, for error texts alone: `supports` must not read them."""
 
     @property
@@ -132,8 +133,8 @@ class Signature(Mapping[str, Any]):
     """A call as selection sees it: dtypes, device types, ranks, static dims, stride and alignment
     classes, keyword values. Never a batch size, a number of tokens or of slots.
 
-    ``sig["q"]`` is a `TensorSig`, `PoolSig`, None, or a plain value (for a scale: ``"float"`` or a
-    `TensorSig`). ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
+    ``sig["q"]`` is a `TensorSig`, `PoolSig`, None, or a plain value. A scale is ``"float"`` or a
+    `TensorSig` ``[1]``, and a value without listed choices, such as a range of layers, is ``"given"``. ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
     """
 
     __slots__ = ("_args", "device", "dims", "index", "op")
@@ -230,6 +231,11 @@ class OpSpec:
     def __post_init__(self) -> None:
         if list(self.args) != list(self.signature.parameters):
             raise TypeError(f"{self.name}: args {list(self.args)} are not the signature's {self.signature}")
+        reserved = [n for n in self.args if n.startswith("_") or n == "backend"]
+        if reserved:
+            raise TypeError(
+                f"{self.name}: parameter {reserved[0]}: hal's own names, as are all that start with _"
+            )
         names = [s.name for s in self.samples]
         if len(set(names)) != len(names):
             raise TypeError(f"{self.name}: two samples have one name")
@@ -280,7 +286,11 @@ class OpSpec:
                 sig[name] = self._tensor_sig(arg, value, dims)
                 found = value.device
             else:
-                sig[name] = "float" if isinstance(arg, ScaleArg) and value is not None else value
+                sig[name] = value
+                if value is not None and isinstance(arg, ScaleArg):
+                    sig[name] = "float"
+                elif value is not None and isinstance(arg, ValueArg) and not arg.choices:
+                    sig[name] = "given"
                 continue
             if found.type != "cpu":
                 accel.setdefault((found.type, found.index), name)
@@ -291,6 +301,8 @@ class OpSpec:
         return Signature(self.name, sig, device, index, dims)
 
     def _tensor_sig(self, arg: Arg, t: Tensor, dims: dict[str, int]) -> TensorSig:
+        if not isinstance(arg, TensorArg):
+            return TensorSig(t.dtype, t.device.type, (1,), "contiguous", True, t.device.index, (1,))
         names = self._dims_of(arg, t.ndim)
         for d, size in zip(names, t.shape, strict=False):
             if d in self.static:
@@ -299,8 +311,12 @@ class OpSpec:
             n if i < len(names) and names[i] in self.static else None for i, n in enumerate(t.shape)
         )
         stride = "contiguous" if t.is_contiguous() else stride_class(t)
-        aligned = t.is_meta or not t.data_ptr() & 15
+        aligned = not self._of_indices(arg) and not t.data_ptr() & 15
         return TensorSig(t.dtype, t.device.type, shape, stride, aligned, t.device.index, tuple(t.shape))
+
+    @staticmethod
+    def _of_indices(arg: TensorArg) -> bool:
+        return not isinstance(arg.dtypes, str) and set(arg.dtypes) <= set(INDEX)
 
     @staticmethod
     def _dims_of(arg: Arg, ndim: int) -> tuple[str, ...]:
@@ -325,7 +341,8 @@ class OpSpec:
                 parts.append(f"None if {name} is None else _scale({name})")
             elif isinstance(arg, ValueArg):
                 # Ranges and the like are values that no `supports` may look into.
-                parts.append(name if arg.choices else f"{name} is None")
+                # The class too: 1 and 1.0 are True to a dict.
+                parts.append(f"{name}.__class__, {name}" if arg.choices else f"{name} is None")
             else:
                 one = self._tensor_key(name, arg)
                 parts.append(
@@ -339,7 +356,7 @@ class OpSpec:
 
         names = list(tensors)
         required = [n for n in names if not tensors[n].optional]
-        floats = [n for n in names if not set(tensors[n].dtypes) <= set(INDEX)]
+        floats = [n for n in names if not self._of_indices(tensors[n])]
         if required:
             rest = [n for n in names if n != required[0]]
             same = every("{}.device == _place", rest) or "True"
@@ -371,20 +388,34 @@ class OpSpec:
         ]
 
     def sizes_source(self) -> str:
-        """Python source of an expression that is true where the dynamic sizes of a call disagree."""
-        groups: dict[tuple[str, ...], list[str]] = {}
+        """Python source of an expression that is true where the dynamic sizes of a call disagree.
+
+        A size that stands in no one place (its tensor may have several ranks) is told by the whole check instead,
+        unless all that have it are alike in that.
+        """
+        groups: dict[tuple[tuple[str, int], ...], list[tuple[str, int]]] = {}
         for name, arg in self.args.items():
-            if isinstance(arg, TensorArg) and arg.alternatives[0][0] not in self.static:
-                groups.setdefault(tuple(a[0] for a in arg.alternatives), []).append(name)
+            for i in range(min(map(len, arg.alternatives)) if isinstance(arg, TensorArg) else 0):
+                where = tuple((a[i], i) for a in arg.alternatives)  # type: ignore[union-attr]
+                if len(where) == 1 and where[0][0] not in self.static:
+                    groups.setdefault(((where[0][0], -1),), []).append((name, i))
+                elif where[0][0] not in self.static:
+                    groups.setdefault(where, []).append((name, i))
+        owners: dict[str, set[Any]] = {}
+        for where in groups:
+            for d, _ in where:
+                owners.setdefault(d, set()).add(where)
+        if any(len(found) > 1 for found in owners.values()):
+            return "True"
         tests = []
-        for names in groups.values():
+        for places in groups.values():
             # One that is always there goes first: every other one is compared with it.
-            first, *rest = sorted(names, key=lambda n: getattr(self.args[n], "optional", False))
-            for name in rest:
+            (first, i), *rest = sorted(places, key=lambda p: getattr(self.args[p[0]], "optional", False))
+            for name, j in rest:
                 absent = [
                     f"{n} is None or " for n in (first, name) if getattr(self.args[n], "optional", False)
                 ]
-                tests.append(f"({''.join(absent)}{first}.shape[0] == {name}.shape[0])")
+                tests.append(f"({''.join(absent)}{first}.shape[{i}] == {name}.shape[{j}])")
         return f"not ({' and '.join(tests)})" if tests else "False"
 
     # --- checks ---
@@ -476,17 +507,18 @@ class OpSpec:
                 )
         if arg.stride == "contiguous" and not t.is_contiguous():
             raise bad("a contiguous tensor (hal never copies one for you)", describe(t))
-        if arg.stride == "inner" and not t.is_contiguous() and stride_class(t) == "strided":
+        if arg.stride == "inner" and not t.is_contiguous() and "strided" in stride_class(t):
             raise bad("a contiguous last dim", describe(t))
-        if arg.mutated and not t.is_contiguous() and stride_class(t) == "overlapping":
+        if arg.mutated and not t.is_contiguous() and "overlapping" in stride_class(t):
             raise bad("no two elements in one place, since the op writes here", describe(t))
 
 
 def stride_class(t: Tensor) -> str:
-    """``inner``, ``strided`` or ``overlapping``, for a tensor that is not contiguous."""
+    """`TensorSig.stride` of a tensor that is not contiguous."""
+    inner = t.ndim and (t.stride()[-1] == 1 or t.shape[-1] == 1)
     if any(n > 1 and st == 0 for n, st in zip(t.shape, t.stride(), strict=True)):
-        return "overlapping"
-    return "inner" if t.ndim and (t.stride()[-1] == 1 or t.shape[-1] == 1) else "strided"
+        return "overlapping" if inner else "strided overlapping"
+    return "inner" if inner else "strided"
 
 
 def scale_key(scale: Any) -> Any:

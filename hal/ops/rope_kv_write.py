@@ -55,7 +55,7 @@ def rope_kv_write(
         k: ``[n, kv_heads, head_dim]``, like q. Rotated in place unless ``write_k=False``.
         v: ``[n, kv_heads, v_head_dim]``, like q. Not changed. None where there are no caches.
         cos_sin_cache: ``[max_positions, rotary_dim]``, cos then sin, fp32 or q's dtype (read as fp32).
-            rotary_dim is even and at most head_dim.
+            rotary_dim is even, at least 2 and at most head_dim.
         positions: ``[n]`` int32 or int64. Out of range: the token is neither rotated nor written.
         k_cache: ``[slots, kv_heads, head_dim]`` or ``[pages, page_size, kv_heads, head_dim]``, any strides but
             the last dim's. Of k's dtype it gets exactly the rotated k; of an fp8 dtype it gets ``k / k_scale``
@@ -131,10 +131,10 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     if cos_sin.dtype not in (torch.float32, q.dtype):
         raise bad("cos_sin_cache", f"fp32 or {SHORT[q.dtype]}, q's dtype", describe(cos_sin))
     rotary = dims["rotary_dim"]
-    if rotary % 2 or rotary > dims["head_dim"]:
+    if rotary % 2 or not 0 < rotary <= dims["head_dim"]:
         raise bad(
             "cos_sin_cache",
-            f"an even rotary_dim, at most head_dim {dims['head_dim']}",
+            f"an even rotary_dim, at least 2 and at most head_dim {dims['head_dim']}",
             f"rotary_dim {rotary}",
         )
     given = [n for n in ("k_cache", "v_cache", "slots") if a[n] is not None]
@@ -479,8 +479,13 @@ SPEC = OpSpec(
         ),
         ErrorSample("q-expanded", "q", lambda: _small(q=torch.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64))),
         ErrorSample("v-other-heads", "v", lambda: _small(v=torch.zeros(3, 3, 64, dtype=torch.bfloat16))),
+        ErrorSample(
+            "v-expanded-and-strided", "v",
+            lambda: _small(v=torch.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2]),
+        ),
         ErrorSample("v-missing", "v", lambda: _small(v=None)),
         ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 63))),
+        ErrorSample("rotary-zero", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 0))),
         ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 128))),
         ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 64).half())),
         ErrorSample("cos-strided", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 128)[:, :64])),
