@@ -304,7 +304,7 @@ def _merge(known: Entry | None, new: Entry) -> Entry:
 
 # --- requirements -----------------------------------------------------------------------------------
 
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*)?")
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?((?:[<>=!~][^;)]*)?)\)?\s*(?:;.*)?")
 
 
 def missing(requirement: str) -> str:

@@ -78,12 +78,13 @@ def dispatcher(op: str) -> Callable[..., Any]:
     names = list(spec.args)
     params = _parameters(spec)
     sizes = spec.sizes_source()
-    recheck = "True" if spec.check_sizes else f"{sizes} or table.checks == 2"
+    recheck = "True" if spec.check_sizes else f"{sizes} or _table.checks == 2"
     call = ", ".join(
         f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
         for p in spec.signature.parameters.values()
     )
     namespace: dict[str, Any] = {
+        "__name__": "hal",
         "_live": live,
         "_scope": _config.scope.get,
         **KEY_NAMES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -165,8 +166,16 @@ def downgrades(table: Table, told: Explanation) -> None:
             warnings.warn(
                 f"hal: {told.op} runs on {told.chosen.name}: {v.name} {v.state}: {v.reason}{remedy}",
                 FallbackWarning,
-                stacklevel=5,
+                stacklevel=_outside(),
             )
+
+
+def _outside() -> int:
+    """The stack level, for a warning, of the code that called hal."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hal":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _reference(spec: OpSpec, state: str) -> Verdict:

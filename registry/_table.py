@@ -214,7 +214,8 @@ def register(
             if entry is None and (backend in table.entries or backend in ("auto", "reference")):
                 raise SelectionError(f"hal: register({op!r}): the name {backend} is taken; choose another")
             ops: dict[str, Any] = dict(entry.manifest.ops) if entry and entry.manifest else {}
-            lanes = {"device": tuple(devices)}
+            # A lone string goes on as it is, for `Backend` to refuse.
+            lanes = {"device": devices if isinstance(devices, str) else tuple(devices)}
             known = entry.impls(op) if entry else ()
             if impl in known:
                 return fn

@@ -296,7 +296,9 @@ class OpSpec:
                 accel.setdefault((found.type, found.index), name)
         if len(accel) > 1:
             (a, first), (b, second) = list(accel.items())[:2]
-            raise ArgumentError(self.name, second, f"{_place(a)}, like {first}", _place(b))
+            raise ArgumentError(
+                self.name, second, f"a tensor on {_place(a)}, like {first}", f"one on {_place(b)}"
+            )
         device, index = next(iter(accel), ("cpu", None))
         return Signature(self.name, sig, device, index, dims)
 

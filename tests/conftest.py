@@ -1,0 +1,27 @@
+"""Fixtures of the project's own tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """hal as in a process that has just started, in an environment without HAL_*; as it was, afterwards."""
+    from plugins import Kept
+
+    kept = Kept(monkeypatch)
+    yield
+    kept.restore(tmp_path)
+
+
+@pytest.fixture
+def plugins(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """A folder for stand-in plugins, on ``sys.path``."""
+    from plugins import Plugins
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Plugins(tmp_path)

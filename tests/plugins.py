@@ -1,0 +1,82 @@
+"""Stand-in plugins: distributions with entry points, written to a folder that is put on ``sys.path``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import hal
+from hal.registry._table import Live, live
+
+MANIFEST = """
+from hal.registry import Backend, Impl, hookimpl
+
+@hookimpl
+def hal_backend():
+    return Backend({arguments})
+"""
+KERNELS = """
+import torch
+
+def get_last_loc(req_to_token, req_pool_indices, prefix_lens):
+    return torch.full_like(prefix_lens, {value})
+"""
+
+
+def manifest(plugin: str, /, **fields: str) -> str:
+    """Source of a manifest: by default one that has get_last_loc for the CPU, in ``<plugin>_kernels``."""
+    given = {
+        "name": repr(plugin),
+        "lanes": '{"device": ("cpu",)}',
+        "ops": f'{{"get_last_loc": Impl("{plugin}_kernels:get_last_loc")}}',
+        **fields,
+    }
+    return MANIFEST.format(arguments=", ".join(f"{k}={v}" for k, v in given.items()))
+
+
+class Plugins:
+    """Writes plugins into `root`; `load` makes hal see them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(
+        self, name: str, source: str, kernels: str | None = None, *, dist: str = "", entry: str = "", requires: str = "",
+        value: int = 7,
+    ) -> None:  # fmt: skip
+        dist = dist or f"hal-{name}"
+        info = self.root / f"{dist.replace('-', '_')}-1.2.dist-info"
+        info.mkdir()
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n{needs}")
+        module = name if dist == f"hal-{name}" else dist.replace("-", "_")
+        (info / "entry_points.txt").write_text(f"[hal.backends]\n{entry or name} = {module}\n")
+        (self.root / f"{module}.py").write_text(source)
+        (self.root / f"{name}_kernels.py").write_text(
+            KERNELS.format(value=value) if kernels is None else kernels
+        )
+
+    def load(self) -> None:
+        hal.reload()
+
+
+class Kept:
+    """hal's process-wide state, put back on leaving; modules that came meanwhile are forgotten."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("HAL_BACKEND", "HAL_FALLBACK", "HAL_CHECKS", "HAL_PLUGINS", "HAL_LANE"):
+            monkeypatch.delenv(name, raising=False)
+        fresh = Live()
+        self.old = {n: getattr(live, n) for n in vars(fresh) if n != "lock"}
+        for n in self.old:
+            setattr(live, n, getattr(fresh, n))
+        self.modules = set(sys.modules)
+
+    def restore(self, root: Path) -> None:
+        for n, value in self.old.items():
+            setattr(live, n, value)
+        for name in set(sys.modules) - self.modules:
+            if str(root) in (getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]
