@@ -504,7 +504,7 @@ def snippet(run: Run) -> str:
     if run.case.proof in ("value", "ragged", "sequence", "large") and run.failing is not None:
         params = "".join(f", {k}={v!r}" for k, v in run.failing.items())
         return (
-            f"from hal.conformance import replay\nreplay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})\n"
+            f"{head}from hal.conformance import replay\nreplay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})\n"
         )
     return (
         f"{head}from hal.conformance import replay_case\n"
