@@ -14,7 +14,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -145,7 +146,7 @@ class Run:
             raise Refused(str(e)) from None
         own = code_of(bound.fn)
         foreign = {c: o for c, o in self.target.foreign(self.op).items() if c is not own}
-        with watch(foreign, own) as seen, warnings.catch_warnings():
+        with watch(foreign, own) as seen, warnings.catch_warnings(), own_threads():
             warnings.simplefilter("error", FallbackWarning)
             try:
                 if how == BOUND:
@@ -347,6 +348,7 @@ def threads(run: Run) -> None:
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
+    torch.set_num_threads(_NATURAL)
     try:
         crew = [threading.Thread(target=body, args=(mine,), daemon=True) for mine in work]
         for t in crew:
@@ -354,6 +356,7 @@ def threads(run: Run) -> None:
         for t in crew:
             t.join()
     finally:
+        torch.set_num_threads(1)
         sys.setswitchinterval(interval)
     settle(run.device)
     for i, mine in enumerate(work):
@@ -464,6 +467,8 @@ def run_case(
     from hal.conformance._device import PROOFS as DEVICE
 
     began = time.perf_counter()
+    # The suite's own arithmetic is many small tensors, for which a pool of threads only waits.
+    torch.set_num_threads(1)
     run = Run(target, spec, case, trial, examples, fixed, imports)
     result = Result(case.id, PASSED)
     try:
@@ -480,6 +485,8 @@ def run_case(
     except Exception as e:
         result.outcome = FAILED
         result.reason = f"{type(e).__name__}: {first_line(e)}\n{short_trace(e)}"
+    finally:
+        torch.set_num_threads(_NATURAL)
     if result.outcome == FAILED:
         result.snippet = snippet(run)
     result.headroom = {k: round(v, 6) for k, v in run.room.items()}
@@ -503,9 +510,8 @@ def snippet(run: Run) -> str:
     head = "".join(f"import {module}\n" for module in run.imports)
     if run.case.proof in ("value", "ragged", "sequence", "large") and run.failing is not None:
         params = "".join(f", {k}={v!r}" for k, v in run.failing.items())
-        return (
-            f"from hal.conformance import replay\nreplay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})\n"
-        )
+        call = f"replay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})"
+        return f"{head}from hal.conformance import replay\n{call}\n"
     return (
         f"{head}from hal.conformance import replay_case\n"
         f"replay_case({run.case.id!r}, backend={t.backend!r}, lane={t.lane!r})\n"
@@ -561,6 +567,19 @@ def _same(a: Mapping[str, Want], b: Mapping[str, Want]) -> bool:
                     if x is not None and y is not None and not bool(same_bits(x, y)[one.named].all()):
                         return False
     return True
+
+
+_NATURAL = torch.get_num_threads()
+
+
+@contextmanager
+def own_threads() -> Iterator[None]:
+    """As many threads as the backend would have outside of the suite."""
+    torch.set_num_threads(_NATURAL)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
 
 
 def settle(device: torch.device) -> None:

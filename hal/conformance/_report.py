@@ -28,6 +28,8 @@ NOTE = (
     "A report guards against mistakes, not against forgery: --verify shows that it is consistent, "
     "not that the run took place; --rerun executes cases of it again."
 )
+SHOWN = 12
+"""Kinds of failures that the terminal shows."""
 MARKS = {PASSED: "ok", FAILED: "FAILED", REFUSED: "refused", NOT_APPLICABLE: "n/a", NOT_RUN: "not run",
          SIMULATED: "simulated"}  # fmt: skip
 
@@ -183,11 +185,18 @@ def terminal(report: Mapping[str, Any]) -> str:
         lines.append(f"features of {op}: " + ", ".join(f"{f} {v}" for f, v in sorted(row.items())))
     for waiver in report["waivers"]:
         lines.append(f"waived: {Waiver(**waiver)}")
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for case in report["cases"]:
         if case["outcome"] == FAILED:
-            lines += ["", f"FAILED {case['id']}: {case['reason']}"]
-            if case["snippet"]:
-                lines += ["  run it again:"] + ["    " + s for s in case["snippet"].splitlines()]
+            alike.setdefault((case["op"], case["reason"].split("\n")[0]), []).append(case)
+    for (first, *others), _ in zip(alike.values(), range(SHOWN), strict=False):
+        lines += ["", f"FAILED {first['id']}: {first['reason']}"]
+        if others:
+            lines.append(f"  and {len(others)} more in the same words, e.g. {others[0]['id']}")
+        if first["snippet"]:
+            lines += ["  run it again:"] + ["    " + s for s in first["snippet"].splitlines()]
+    if len(alike) > SHOWN:
+        lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
     skipped: dict[tuple[str, str, str], int] = {}
     for case in report["cases"]:
         if case["outcome"] in (NOT_RUN, REFUSED):

@@ -264,7 +264,7 @@ def main(
         print(e, file=sys.stderr)
         return 2
     except _Fatal as e:
-        print(f"hal: conformance: {e}", file=sys.stderr)
+        print(f"hal: conformance: {str(e).removeprefix('hal: conformance: ')}", file=sys.stderr)
         return 3
     say(_report.terminal(document))
     if report is not None:

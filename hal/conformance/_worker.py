@@ -28,15 +28,12 @@ def main(job_path: str) -> None:
 def _run(job: dict[str, Any], say: Any) -> None:
     for module in job["imports"]:
         importlib.import_module(module)
-    import torch
-
     from hal._errors import HalError
     from hal.conformance._cases import cases_of
     from hal.conformance._proofs import run_case
     from hal.conformance._target import RegistryTarget
     from hal.registry._table import live
 
-    torch.set_num_threads(min(torch.get_num_threads(), 4))
     try:
         target = RegistryTarget.of(job["backend"], job["lane"], job["device"])
     except HalError as e:
