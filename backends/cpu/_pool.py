@@ -94,9 +94,7 @@ os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _pool.close())
 
 
-def run(
-    kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1
-) -> None:
+def run(kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1) -> None:
     """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in helper threads as well.
 
     Args:
