@@ -1,9 +1,9 @@
 """What a host can know of a `kv_transfer` before it starts: runs of consecutive slots, and the copies they make.
 
-Slots on the CPU can be looked at, and rows that lie side by side on both sides move in one copy. `pairs` drops the
-slots that a transfer skips, `runs` finds what is consecutive, `copies` turns pairs into (address, address, size). Device
-backends feed `copies` to a batched memcpy, or stage the runs of one side alone. Plain torch on int64 CPU
-tensors: a backend needs nothing else installed.
+Slots on the CPU can be looked at, and rows that lie side by side on both sides move in one copy. `pairs` drops
+the slots that a transfer skips, `runs` finds what is consecutive, `copies` turns pairs into (address, address,
+size). Device backends feed `copies` to a batched memcpy, or stage the runs of one side alone. Plain torch on
+int64 CPU tensors: a backend needs nothing else installed.
 
 Example:
     >>> import torch
@@ -118,10 +118,10 @@ def _plane_copies(
     # A dim whose neighbours are `size` apart on both sides is part of one longer copy. Pieces and layers
     # are such dims for all runs or for none, in either order; tokens come last, each run having its own number.
     for name in ("piece", "layer", "piece"):
-        x, y = offsets[name]
-        if x.shape[0] > 1 and bool(((x.diff() == size) & (y.diff() == size)).all()):
-            size *= x.shape[0]
-            offsets[name] = [x[:1], y[:1]]
+        here, there = offsets[name]
+        if here.shape[0] > 1 and bool(((here.diff() == size) & (there.diff() == size)).all()):
+            size *= here.shape[0]
+            offsets[name] = [here[:1], there[:1]]
     if p.token_stride == q.token_stride == size:
         each, sizes = torch.ones_like(tokens), tokens * size
     else:

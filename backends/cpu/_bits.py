@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils
+from numba.core import types as _types
 from numba.core.datamodel import models
 from numba.core.errors import TypingError
 from numba.extending import NativeValue, intrinsic, register_model, unbox
 
-I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+types: Any = _types  # half of its names are made at run time, where mypy sees none
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 
@@ -83,7 +85,7 @@ class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(dmm, fe_type, ir.IntType(FORMATS[fe_type.kind].bits).as_pointer())
 
 
-@unbox(Pointer)
+@unbox(Pointer)  # type: ignore[untyped-decorator]
 def _from_int(typ: Pointer, obj: Any, c: Any) -> NativeValue:
     raw = c.pyapi.long_as_voidptr(obj)
     return NativeValue(c.builder.bitcast(raw, c.context.get_value_type(typ)), is_error=c.pyapi.c_api_error())

@@ -8,6 +8,7 @@ here: its threads kill a forked child (omp) or abort when two threads call (work
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -40,32 +41,38 @@ class _Job:
         return True
 
 
-_work: queue.SimpleQueue[_Job]
-_size: int
+class _Pool:
+    """The threads of one process."""
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        self.growing = threading.Lock()
+        self.closed = False
+
+    def grow(self, n: int) -> None:
+        with self.growing:
+            while len(self.threads) < n and not self.closed:
+                thread = threading.Thread(target=_serve, args=(self.work,), name="hal-cpu", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads to be had: the caller does all the work
+                    return
+                self.threads.append(thread)
+
+    def close(self) -> None:
+        # A thread that asks for the GIL of an interpreter that is going down is unwound through native
+        # frames, which ends the process with an abort instead of its exit code.
+        with self.growing:
+            self.closed = True
+        for _ in self.threads:
+            self.work.put(None)
+        for thread in self.threads:
+            thread.join(timeout=5)
 
 
-def _reset() -> None:
-    global _work, _size
-    _work, _size = queue.SimpleQueue(), 0
-
-
-_reset()
-_grow = threading.Lock()
-
-
-def _after_fork() -> None:
-    # A forked child has none of the threads, and whatever the queue held is the parent's.
-    global _grow
-    _grow = threading.Lock()
-    _reset()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _serve(work: queue.SimpleQueue[_Job]) -> None:
-    while True:
-        job = work.get()
+def _serve(work: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := work.get()) is not None:
         if job.take():
             try:
                 job.kernel(*job.args)
@@ -75,9 +82,19 @@ def _serve(work: queue.SimpleQueue[_Job]) -> None:
         del job  # else its tensors would live until the next one
 
 
-def run(
-    kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1
-) -> None:
+_pool = _Pool()
+
+
+def _after_fork() -> None:
+    global _pool
+    _pool = _Pool()  # a forked child has none of the threads, and what the queue held is the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _pool.close())
+
+
+def run(kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1) -> None:
     """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in helper threads as well.
 
     Args:
@@ -93,19 +110,16 @@ def run(
         grain = max(GRAIN // max(1, size), items // (TURNS * threads), 1)
         grain = -(-grain // together) * together
         n = min(threads, -(-items // grain)) - 1
-    if n <= 0:
+    pool = _pool
+    if n <= 0 or pool.closed:
         kernel(0, 0, items, *args)
         return
-    global _size
-    if _size < n:
-        with _grow:
-            while _size < n:
-                threading.Thread(target=_serve, args=(_work,), name="hal-cpu", daemon=True).start()
-                _size += 1
+    if len(pool.threads) < n:
+        pool.grow(n)
     counter = torch.zeros(1, dtype=torch.int64)
     job = _Job(kernel, (counter.data_ptr(), grain, items, *args), n, (counter, keep))
     for _ in range(n):
-        _work.put(job)
+        pool.work.put(job)
     kernel(*job.args)
     while job.take():
         n -= 1

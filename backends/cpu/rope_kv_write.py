@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hal.backends.cpu._bits import FORMATS, I32, I64, cast, decode, encode, load, move, shift, store, take, view
+from hal.backends.cpu._bits import FORMATS, I32, I64, cast, decode, encode, load, move, shift, store, take, types, view
 from hal.backends.cpu._call import FORMAT, need_cpu, rejected
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run

@@ -1,0 +1,180 @@
+"""``hal bench``: ours against eager torch, torch.compile, memcpy and every importable peer, in one run.
+
+A table is a list of rows. A row has ``op``, the fields that name its case, and measures: dicts implementation ->
+number, under names that end in ``_us`` (less is better) or ``_gbs`` (more is better). ``ratios``, where the
+row has them, say how many times faster ``hal`` was than each other implementation, best call against best
+call; else they are those of the measures. Every output is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json as _json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hal._errors import HalError
+
+Row = dict[str, Any]
+OURS = "hal"
+
+
+def main(
+    op: str | None = None,
+    device: str = "cpu",
+    json: bool = False,
+    plot: str | None = None,
+    save: str | None = None,
+    quick: bool = False,
+) -> int:
+    """Runs the tables of a device and shows them.
+
+    Args:
+        op: one of the device's tables (an op, ``dispatch``, ``launcher``); None for all.
+        device: ``cpu`` or ``cuda``.
+        json: print the run as JSON instead of tables.
+        plot: a PNG file for the roofline of rope_kv_write; needs matplotlib.
+        save: a folder for the run's JSON, named by device, date and commit.
+        quick: few rounds and sizes, to see that everything runs: no numbers to quote.
+
+    Returns:
+        0, or 3 if there was nothing to measure.
+    """
+    tables = _tables(device)
+    if op is not None and op not in tables:
+        raise HalError(f"hal: bench: no table {op!r} for {device}; there are {', '.join(tables) or 'none'}")
+    rows: list[Row] = []
+    for name in [op] if op else tables:
+        rows += tables[name](quick=quick) if device == "cpu" else tables[name]()
+    run: dict[str, Any] = {"machine": machine(device), "quick": quick, "rows": rows}
+    if json:
+        print(_json.dumps(run, indent=1))
+    else:
+        show(run)
+    if save:
+        folder = Path(save)
+        folder.mkdir(parents=True, exist_ok=True)
+        about = run["machine"]
+        file = folder / f"{device}-{op or 'all'}-{about['date'][:10]}-{about['commit'][:8] or 'nogit'}.json"
+        file.write_text(_json.dumps(run, indent=1) + "\n")
+    if plot:
+        from hal.bench.plot import roofline
+
+        roofline(run, plot)
+    return 0 if rows else 3
+
+
+def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise HalError(f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work")
+    module = importlib.import_module(f"hal.bench.{kind}")
+    names = getattr(module, "TABLES", None) or (
+        "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "launcher",
+    )  # fmt: skip
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers depend on: hardware, versions, load, commit."""
+    import torch
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {n: version(n) for n in ("torch", "numba", "llvmlite", "triton", "numpy", "hal-kernels")},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    model = " ".join(found.get(k, "") for k in ("model name", "model")) if "model name" in found else ""
+    return model.strip() or platform.machine()
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + ("-dirty" if commit and git("status", "--porcelain", "--", ".", "../backends") else "")
+    except OSError:
+        return ""
+
+
+def show(run: dict[str, Any]) -> None:
+    """Prints a run as tables: one for each op and measure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=180)
+    about = run["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
+    console.print(
+        f"{about['cpu']}, {about['threads']} of {about['cores']} threads, load {about['load'][0]}; {versions}",
+        highlight=False,
+    )
+    if run["quick"]:
+        console.print("[yellow]quick: few rounds; no numbers to quote[/]")
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in run["rows"]:
+        for measure in (k for k in row if k.endswith(("_us", "_gbs"))):
+            names = [k for k, v in row.items() if k != "op" and not isinstance(v, dict)]
+            kinds.setdefault((row["op"], measure, *names), []).append(row)
+    for (op, measure, *fields), rows in kinds.items():
+        if all(not isinstance(r[measure], dict) for r in rows):
+            continue
+        impls = list(dict.fromkeys(i for r in rows for i in r[measure]))
+        others = [i for i in impls if i != OURS] if OURS in impls else []
+        table = Table(
+            *fields, *impls, *(f"vs {i}" for i in others), title=f"{op}: {_unit(measure)}", title_justify="left"
+        )
+        for row in rows:
+            values = row[measure]
+            cells = [str(row[f]) for f in fields]
+            cells += [f"{values[i]:.4g}" if i in values else "" for i in impls]
+            cells += [_ratio(row, measure, i) for i in others]
+            table.add_row(*cells)
+        console.print(table)
+
+
+def _unit(measure: str) -> str:
+    name, _, unit = measure.rpartition("_")
+    return f"{name} {'µs' if unit == 'us' else 'GB/s'}"
+
+
+def _ratio(row: Row, measure: str, other: str) -> str:
+    values = row[measure]
+    if OURS not in values or other not in values:
+        return ""
+    ratio = row.get("ratios", {}).get(other)
+    if ratio is None:
+        ratio = values[other] / values[OURS] if measure.endswith("_us") else values[OURS] / values[other]
+    return f"{ratio:.2f} x"

@@ -1,0 +1,342 @@
+"""The tables of ``hal bench --device cpu``.
+
+Rounds are interleaved: each runs every implementation in turn, in an order that rotates. Within a round, an
+implementation's time is the median of its calls. Shown are the median over rounds, the spread (half the range of
+the middle half, over the median), and ratios of the best calls: on a machine that others use too, a median says
+much of them, and the more the more threads an implementation waits for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.bench import OURS, Row
+from hal.kvpool import KVPool
+from hal.ops import spec
+from hal.ops._judge import right_any
+
+TABLES = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "dispatch")
+SIZES = (1, 32, 256, 1024, 4096)
+SHAPES = {
+    "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
+    "smollm2": {"q_heads": 9, "kv_heads": 3, "head_dim": 64},
+}
+Calls = Mapping[str, Callable[[], Any]]
+
+
+def measure(calls: Calls, quick: bool = False, rounds: int = 15, slice_s: float = 0.02) -> Row:
+    """Microseconds of each call: ``wall_us``, ``best``, ``spread``, and ``ratios`` to `OURS`.
+
+    Args:
+        slice_s: about how long an implementation runs in a round, at least three calls.
+    """
+    names = list(calls)
+    count = {}
+    for name, call in calls.items():
+        call()
+        begin = time.perf_counter()
+        call()
+        count[name] = max(3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin))))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    best = dict.fromkeys(names, float("inf"))
+    for r in range(3 if quick else rounds):
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            call, one = calls[name], []
+            for _ in range(count[name]):
+                begin = time.perf_counter()
+                call()
+                one.append((time.perf_counter() - begin) * 1e6)
+            times[name].append(statistics.median(one))
+            best[name] = min(best[name], *one)
+    row: Row = {
+        "wall_us": {n: statistics.median(t) for n, t in times.items()},
+        "best": best,
+        "spread": {n: _spread(t) for n, t in times.items()},
+    }
+    if OURS in times:
+        row["ratios"] = {n: row["best"][n] / row["best"][OURS] for n in names if n != OURS}
+    return row
+
+
+def _spread(t: list[float]) -> float:
+    low, _, high = statistics.quantiles(t, n=4)
+    return (high - low) / 2 / statistics.median(t)
+
+
+def check(op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]) -> None:
+    """Raises unless `call` does what the contract says, to the last bit it allows."""
+    args, before = make(), make()
+    result = call(args)
+    for what, want in spec(op).oracle(before).items():
+        got = result if what == "return" else args[what]
+        pieces = [(getattr(got, h), w) for h, w in want.fields.items()] if want.fields else [(got, want)]
+        for tensor, one in pieces:
+            wrong = int((~right_any(tensor, one)).sum())
+            if wrong:
+                raise AssertionError(f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong")
+
+
+def _by_position(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
+    return fn(*a.values())
+
+
+# --- bookkeeping ------------------------------------------------------------------------------------
+
+
+def get_last_loc(quick: bool = False) -> list[Row]:
+    """One int32 table of 4096 x 8192; valid indices, for eager torch does not check them."""
+    from hal.backends.cpu.get_last_loc import get_last_loc as ours
+
+    def eager(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
+        return torch.where(prefix_lens > 0, req_to_token[req_pool_indices, prefix_lens - 1], -1)
+
+    rows = []
+    for bs in SIZES[:2] if quick else SIZES:
+
+        def make(bs: int = bs) -> dict[str, Any]:
+            return spec("get_last_loc").make(bs=bs, requests=512 if quick else 4096, width=8192)
+
+        args = tuple(make().values())
+        impls: dict[str, Callable[..., Any]] = {OURS: ours, "eager": eager, "reference": spec("get_last_loc").reference}
+        for name, fn in impls.items():
+            # Eager torch may keep the table's int32: a conversion less than the contract asks for.
+            def widened(a: dict[str, Any], fn: Callable[..., Any] = fn) -> Tensor:
+                found: Tensor = fn(*a.values())
+                return found.to(a["prefix_lens"].dtype)
+
+            check("get_last_loc", name, widened, make)
+        calls = {name: partial(fn, *args) for name, fn in impls.items()}
+        rows.append({"op": "get_last_loc", "bs": bs, **measure(calls, quick)})
+    return rows
+
+
+def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
+    """Eager torch twice: all requests at once, and a slice a request, whichever is faster being the peer."""
+    from hal.backends.cpu.assign_extend_cache_locs import assign_extend_cache_locs as ours
+
+    def gathered(table: Tensor, requests: Tensor, start: Tensor, end: Tensor, out: Tensor) -> Tensor:
+        length = end - start
+        i = torch.repeat_interleave(length)
+        column = torch.arange(i.shape[0]) - (length.cumsum(0) - length)[i] + start[i]
+        out[: i.shape[0]] = table[requests[i], column]
+        return out
+
+    def sliced(table: Tensor, requests: Tensor, start: Tensor, end: Tensor, out: Tensor) -> Tensor:
+        at = 0
+        for r, a, b in zip(requests.tolist(), start.tolist(), end.tolist(), strict=True):
+            out[at : at + b - a] = table[r, a:b]
+            at += b - a
+        return out
+
+    rows = []
+    cases = [(bs, kind) for bs in (SIZES[:2] if quick else SIZES) for kind in ("4 each", "ragged to 64")]
+    for bs, kind in [*cases, *([] if quick else [(1, "a row of 8192"), (32, "a row of 8192 each")])]:
+
+        def make(bs: int = bs, kind: str = kind) -> dict[str, Any]:
+            g = torch.Generator().manual_seed(bs)
+            table = torch.randint(0, 2**20, (512 if quick else 4096, 8192), dtype=torch.int32, generator=g)
+            length = {
+                "4 each": torch.full((bs,), 4), "ragged to 64": torch.randint(1, 65, (bs,), generator=g),
+            }.get(kind, torch.full((bs,), 8192))  # fmt: skip
+            start = (torch.rand(bs, generator=g) * (8193 - length)).long()
+            return {
+                "req_to_token": table, "req_pool_indices": torch.randint(0, table.shape[0], (bs,), generator=g),
+                "start_offsets": start, "end_offsets": start + length,
+                "out": torch.empty(int(length.sum()), dtype=torch.int64),
+            }  # fmt: skip
+
+        args = tuple(make().values())
+        reference = spec("assign_extend_cache_locs").reference
+        impls: dict[str, Callable[..., Any]] = {
+            OURS: ours, "eager, gathered": gathered, "eager, sliced": sliced, "reference": reference,
+        }  # fmt: skip
+        for name, fn in impls.items():
+            check("assign_extend_cache_locs", name, partial(_by_position, fn), make)
+        calls = {name: partial(fn, *args) for name, fn in impls.items()}
+        rows.append({"op": "assign_extend_cache_locs", "bs": bs, "lengths": kind, **measure(calls, quick)})
+    return rows
+
+
+# --- rope_kv_write ----------------------------------------------------------------------------------
+
+
+def _eager_rope(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """What one writes by hand: fp32 arithmetic, valid indices, no fp8."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    q.copy_(rotate(q))
+    k.copy_(rotate(k))
+    k_cache[slots] = k
+    v_cache[slots] = v
+
+
+def _by_name(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
+    return fn(**a)
+
+
+def _plain(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
+    return fn(*list(a.values())[:8])
+
+
+def rope_kv_write(quick: bool = False) -> list[Row]:
+    """memcpy copies half as many bytes as the op reads and writes: it moves as much."""
+    from hal.backends.cpu.rope_kv_write import rope_kv_write as ours
+
+    cases: list[tuple[str, str, int]] = [("llama3-8b", "bf16", t) for t in (1, 16, 256, 2048)]
+    cases += [("llama3-8b", d, t) for d in ("fp16", "fp32") for t in (1, 16, 256, 2048)]
+    cases += [("llama3-8b", "bf16 to e4m3", t) for t in (1, 16, 256, 2048)]
+    cases += [("smollm2", "fp32", t) for t in (1, 16, 256)]
+    rows = []
+    for model, dtype, tokens in [cases[0], cases[1], cases[13]] if quick else cases:
+        fp8 = "to" in dtype
+        params: dict[str, Any] = {
+            **SHAPES[model], "n": tokens, "dtype": dtype.split()[0], "slots": 2 * max(tokens, 1024),
+            "max_positions": 4096, **({"cache_dtype": "e4m3", "scale": "float"} if fp8 else {}),
+        }  # fmt: skip
+
+        def make(params: dict[str, Any] = params) -> dict[str, Any]:
+            return spec("rope_kv_write").make(**params)
+
+        impls: dict[str, Callable[[dict[str, Any]], Any]] = {
+            OURS: partial(_by_name, ours), "reference": partial(_by_name, spec("rope_kv_write").reference),
+        }  # fmt: skip
+        if not fp8:
+            impls["eager"] = partial(_plain, _eager_rope)
+            if not quick and (model, dtype) == ("llama3-8b", "bf16"):
+                torch._dynamo.reset()
+                compiled = torch.compile(_eager_rope, dynamic=False)
+                impls["torch.compile"] = partial(_plain, compiled)
+        for name, fn in impls.items():
+            check("rope_kv_write", name, fn, make)
+        moved, copy = _memcpy(make())
+        calls: dict[str, Callable[[], Any]] = {n: partial(fn, make()) for n, fn in impls.items()}
+        calls["memcpy"] = copy
+        row = {"op": "rope_kv_write", "model": model, "dtype": dtype, "tokens": tokens, "work": {"bytes": moved}}
+        rows.append({**row, **measure(calls, quick)})
+    return rows
+
+
+def _memcpy(a: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
+    """(bytes that the op reads and writes, a copy that moves as many)."""
+    read = sum(a[x].nbytes for x in ("q", "k", "v"))
+    rows = a["k_cache"].shape[0]
+    cached = sum(a[f"{x}_cache"].nbytes // rows * a["q"].shape[0] for x in ("k", "v"))
+    moved = read + a["q"].nbytes + a["k"].nbytes + cached
+    source = torch.zeros(moved // 2, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return moved, lambda: target.copy_(source)
+
+
+# --- kv_transfer ------------------------------------------------------------------------------------
+
+
+def _pool(layout: str, slots: int, page: int, layers: int, row: tuple[int, ...], v: bool) -> KVPool:
+    lead = {
+        "layer_first": (layers, slots, *row), "page_first": (slots, layers, *row),
+        "page_first_direct": (slots // page, layers, page, *row),
+        "page_head": (slots // page, row[0], page, layers, row[-1]),
+    }[layout]  # fmt: skip
+    halves = [torch.randint(-9, 9, lead, dtype=torch.int16).view(torch.bfloat16) for _ in range(1 + v)]
+    return KVPool(halves[0], halves[1] if v else None, layout=layout, page_size=page)
+
+
+def kv_transfer(quick: bool = False) -> list[Row]:
+    """Pages in random order, host to host. Eager torch assigns by index, a layer at a time."""
+    from hal.backends.cpu.kv_transfer import kv_transfer as ours
+
+    layers, tokens, slots = (4, 64, 256) if quick else (32, 1024, 2048)
+    kinds = {"mha 8x128": ((8, 128), True), "mla 576": ((576,), False)}
+    pairs = [
+        ("mha 8x128", "layer_first", "page_first"), ("mha 8x128", "page_first", "layer_first"),
+        ("mha 8x128", "layer_first", "layer_first"), ("mha 8x128", "layer_first", "page_first_direct"),
+        ("mha 8x128", "page_first_direct", "page_first_direct"), ("mha 8x128", "page_head", "layer_first"),
+        ("mla 576", "layer_first", "page_first"), ("mla 576", "page_first", "layer_first"),
+    ]  # fmt: skip
+    rows = []
+    for kind, a, b in pairs[:2] if quick else pairs:
+        for page in (1, 16, 64):
+            row, has_v = kinds[kind]
+            src, dst = (_pool(x, slots, page, layers, row, has_v) for x in (a, b))
+            order = [torch.randperm(slots // page)[: tokens // page].view(-1, 1) * page for _ in range(2)]
+            there, here = ((o + torch.arange(page)).view(-1) for o in order)
+            nbytes = tokens * layers * sum(p.row_bytes for p in src.planes())
+            source = torch.zeros(nbytes, dtype=torch.uint8)
+            target = torch.empty_like(source)
+            calls: dict[str, Callable[[], Any]] = {
+                OURS: partial(ours, src, dst, there, here),
+                "memcpy": partial(target.copy_, source),
+            }
+            if not {"page_head", "page_first_direct"} & {a, b}:
+                calls["eager"] = partial(_eager_transfer, src, dst, there, here)
+            for name in calls.keys() - {"memcpy"}:
+                _check_transfer(calls[name], src, dst, there, here)
+            got = measure(calls, quick, rounds=9)
+            gbs = {n: nbytes / us / 1e3 for n, us in got.pop("wall_us").items()}
+            case = {"op": "kv_transfer", "rows": kind, "from": a, "to": b, "page": page}
+            rows.append({**case, "wall_gbs": gbs, **got})
+    return rows
+
+
+def _eager_transfer(src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
+    for layer in range(src.num_layers):
+        for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
+            if s is not None and d is not None:
+                d[here] = s[there]
+
+
+def _check_transfer(call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
+    def read(pool: KVPool, half: Tensor, slots: Tensor) -> Tensor:
+        paged = pool.layout in ("page_first_direct", "page_head")
+        at = half[slots // pool.page_size, slots % pool.page_size] if paged else half[slots]
+        return at.view(torch.int16)
+
+    for half in (dst.k, dst.v):
+        if isinstance(half, Tensor):
+            half.view(torch.int16).fill_(-1)
+    call()
+    for layer in (0, src.num_layers - 1):
+        for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
+            if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
+                raise AssertionError(f"kv_transfer: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
+
+
+# --- the host path ----------------------------------------------------------------------------------
+
+
+def dispatch(quick: bool = False) -> list[Row]:
+    """What selection and checks add to the backend's own function, on calls so small that little else is left."""
+    import hal
+
+    rows = []
+    for op, params in (
+        ("get_last_loc", {"bs": 1}),
+        ("rope_kv_write", {"n": 1, "q_heads": 1, "kv_heads": 1, "head_dim": 64}),
+    ):
+        a = spec(op).make(**params)
+        args = [v for v in a.values() if isinstance(v, Tensor)]
+        bound = getattr(hal.bind("cpu", backend="cpu"), op)
+        checked = getattr(hal.bind("cpu", backend="cpu", checks="args"), op)
+        free = getattr(hal, op)
+        calls: dict[str, Callable[[], Any]] = {
+            "bound": partial(bound, *args),
+            "bound, checked": partial(checked, *args),
+            "dispatched": partial(free, *args),
+            "dispatched, named": partial(free, *args, backend="cpu"),
+            "reference": partial(spec(op).reference, *args),
+            "torch.empty_like": partial(torch.empty_like, args[0][:1]),
+        }
+        rows.append({"op": f"dispatch {op}", **measure(calls, quick)})
+    return rows

@@ -1,0 +1,96 @@
+"""`hal bench`: it measures what it says, refuses wrong outputs, and its runs can be read back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hal import HalError, bench
+from hal.bench import cpu
+from hal.ops import spec
+
+
+def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main("get_last_loc", json=True, quick=True, save=str(tmp_path)) == 0
+    run = json.loads(capsys.readouterr().out)
+    (file,) = tmp_path.glob("cpu-get_last_loc-*.json")
+    assert json.loads(file.read_text()) == run
+    assert run["machine"]["versions"]["torch"] == torch.__version__
+    assert run["machine"]["threads"] == torch.get_num_threads()
+    assert run["quick"] is True
+    for row in run["rows"]:
+        assert set(row["wall_us"]) == {"hal", "eager", "reference"}
+        assert set(row["ratios"]) == {"eager", "reference"}
+        assert all(row["best"][n] <= row["wall_us"][n] for n in row["best"])
+
+
+def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main("assign_extend_cache_locs", quick=True) == 0
+    shown = capsys.readouterr().out
+    assert "ragged to 64" in shown
+    assert "vs eager, sliced" in shown
+    assert "no numbers to quote" in shown
+
+
+def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"op": "an_op", "bs": 8, "host_us": {"hal": 2.0, "peer": 5.0}, "copy_gbs": {"hal": 30.0, "peer": 20.0}}
+    bench.show({"machine": bench.machine("cpu"), "quick": False, "rows": [row]})
+    shown = capsys.readouterr().out
+    assert "an_op: host µs" in shown
+    assert "2.50 x" in shown
+    assert "an_op: copy GB/s" in shown
+    assert "1.50 x" in shown
+
+
+@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", "dispatch"])
+def test_every_table_runs(table: str) -> None:
+    assert bench.main(table, quick=True, json=True) == 0
+
+
+@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), (None, "npu")])
+def test_what_it_does_not_have(op: str | None, device: str) -> None:
+    with pytest.raises(HalError, match="hal: bench"):
+        bench.main(op, device=device)
+
+
+def test_a_wrong_output_is_never_timed() -> None:
+    s = spec("get_last_loc")
+    with pytest.raises(AssertionError, match="off by one"):
+        cpu.check("get_last_loc", "off by one", lambda a: s.reference(**a) + 1, s.make)
+    t = cpu.kv_transfer.__globals__["_pool"]("layer_first", 32, 1, 2, (2, 8), True)
+    u = cpu.kv_transfer.__globals__["_pool"]("page_first", 32, 1, 2, (2, 8), True)
+    with pytest.raises(AssertionError, match="wrong rows"):
+        cpu._check_transfer(lambda: None, t, u, torch.arange(4), torch.arange(4))
+
+
+def test_measure_tells_fast_from_slow() -> None:
+    calls: dict[str, Any] = {"hal": lambda: None, "slow": lambda: time.sleep(0.002)}
+    row = cpu.measure(calls, quick=True)
+    assert row["best"]["slow"] >= 2000 > row["best"]["hal"]
+    assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
+
+
+def test_plot(tmp_path: Path) -> None:
+    rows = [
+        {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},
+         "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0), "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5}}
+        for t in (1, 16)
+    ]  # fmt: skip
+    from hal.bench.plot import roofline
+
+    run = {"machine": bench.machine("cpu"), "rows": rows}
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(HalError, match="pip install matplotlib"):
+            roofline(run, str(tmp_path / "a.png"))
+        return
+    roofline(run, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(HalError, match="rope_kv_write"):
+        roofline({**run, "rows": []}, str(tmp_path / "b.png"))
