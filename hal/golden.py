@@ -31,7 +31,9 @@ FORMAT = 1
 
 CHOSEN: dict[str, tuple[str, ...]] = {
     "get_last_loc": ("i32-i32", "i64-i64", "strided-table", "edge", "extreme"),
-    "assign_extend_cache_locs": ("i32-i32-i32", "i64-i64-i64", "too-little-room", "negative-lengths", "edge", "extreme"),
+    "assign_extend_cache_locs": (
+        "i32-i32-i32", "i64-i64-i64", "too-little-room", "negative-lengths", "edge", "extreme",
+    ),
     "rope_kv_write": (
         "fp16", "bf16", "fp32", "llama3-70b-tp8-bf16", "smollm2-bf16", "paged-16", "slots-pairs",
         "fused-qkv-bf16", "partial-rotary", "rope-alone-bf16", "keep-k-bf16", "edge", "extreme", "interleaved-bf16",
@@ -199,7 +201,12 @@ def _packed(args: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, KVPool):
             halves = {h: getattr(value, h) for h in ("k", "v")}
             lists = {h: [tensor(t) for t in ((x,) if isinstance(x, Tensor) else x or ())] for h, x in halves.items()}
-            return {"pool": lists, "layout": value.layout, "page_size": value.page_size, "list": isinstance(value.k, tuple)}
+            return {
+                "pool": lists,
+                "layout": value.layout,
+                "page_size": value.page_size,
+                "list": isinstance(value.k, tuple),
+            }
         if isinstance(value, range):
             return {"range": [value.start, value.stop]}
         return {"value": value}
@@ -236,7 +243,10 @@ def _to(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, KVPool):
-        k, v = (x if x is None else tensor(x) if isinstance(x, Tensor) else [tensor(t) for t in x] for x in (value.k, value.v))
+        k, v = (
+            x if x is None else tensor(x) if isinstance(x, Tensor) else [tensor(t) for t in x]
+            for x in (value.k, value.v)
+        )
         assert k is not None
         return KVPool(k, v, layout=value.layout, page_size=value.page_size)
     return value
@@ -245,7 +255,12 @@ def _to(value: Any, device: str) -> Any:
 def _made(backend: str, device: str) -> dict[str, str]:
     import hal
 
-    made = {"hal": hal.__version__, "torch": str(torch.__version__), "backend": backend, "python": platform.python_version()}
+    made = {
+        "hal": hal.__version__,
+        "torch": str(torch.__version__),
+        "backend": backend,
+        "python": platform.python_version(),
+    }
     if device.startswith("cuda"):
         made["device"] = torch.cuda.get_device_name()
     return made
