@@ -19,9 +19,7 @@ def hal_backend() -> Backend:
                 supports=f"{_HERE}.assign_extend_cache_locs:supports",
                 deterministic=True,
             ),
-            "rope_kv_write": Impl(
-                f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"
-            ),
+            "rope_kv_write": Impl(f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"),
             "kv_transfer": Impl(f"{_HERE}.kv_transfer:kv_transfer", supports=f"{_HERE}.kv_transfer:supports"),
         },
         requires={

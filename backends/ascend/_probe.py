@@ -40,7 +40,8 @@ def device() -> str | None:
         return f"torch_npu is installed but does not load ({_first(e)}): {_CANN}"
     del torch_npu
     try:
-        count = torch.npu.device_count() if torch.npu.is_available() else 0
+        npu = getattr(torch, "npu")  # noqa: B009 - torch_npu adds it
+        count = npu.device_count() if npu.is_available() else 0
     except (AttributeError, RuntimeError) as e:
         return f"torch_npu loaded but its driver does not answer ({_first(e)}): look at npu-smi info"
     if count == 0:

@@ -6,6 +6,9 @@ is split like any other. Each walks over the lengths to find the requests that o
 copies contiguous pieces of rows. Sums of lengths are clamped to the room that is left, so none wraps.
 """
 
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -16,11 +19,10 @@ from hal.backends.ascend._device import cdiv, vector_cores
 BLOCK = 1024
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "capacity", "share", "stride", "height", "width",
-    )  # fmt: skip
-)
+INTS = ("bs", "capacity", "share", "stride", "height", "width")
+
+
+@launch.jit(do_not_specialize=("table", "requests", "starts", "ends", "out", *INTS))
 def _assign(
     table, requests, starts, ends, out, bs, capacity, share, stride, height, width,
     BLOCK: tl.constexpr, WORDS: tl.constexpr,
@@ -55,9 +57,7 @@ def _assign(
                     beyond = tl.where(known, beyond, 0)
                     slot = tl.full([BLOCK], -1, tl.int32)
                     if inside < beyond:
-                        slot = tl.load(
-                            table + row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1
-                        )
+                        slot = tl.load(table + row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1)
                     if WORDS == 2:
                         tl.store(out + t * 2 + wide, tl.interleave(slot, slot >> 31), mask=wide < count * 2)
                     else:

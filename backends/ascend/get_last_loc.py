@@ -7,6 +7,9 @@ register tile and stored a block at a time. An int64 result is stored as pairs o
 because int64 vectors degrade to scalar code.
 """
 
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -16,9 +19,7 @@ from hal.backends.ascend._device import cdiv, pow2, vector_cores
 
 
 @launch.jit(do_not_specialize=("table", "requests", "lens", "out", "n", "stride", "height", "width"))
-def _get_last_loc(
-    table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr
-):
+def _get_last_loc(table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     lane = tl.arange(0, BLOCK * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)

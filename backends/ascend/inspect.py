@@ -35,35 +35,39 @@ def cases() -> Iterator[Case]:
     def of(op: str, name: str, tokens: Any, needed: Any, **params: Any) -> Case:
         return Case(op, name, lambda: spec(op).make(**params), tokens, needed)
 
-    for index in ("i32", "i64"):
-        yield of("get_last_loc", f"bs256-{index}", _rows, _last_loc, bs=256, requests=256, width=4096, index=index, lens=index)
-        yield of(
-            "assign_extend_cache_locs", f"bs64-{index}", lambda a: int(a["out"].numel()), _assign,
-            bs=64, requests=64, width=4096, longest=512, index=index, offsets=index, out=index,
-        )  # fmt: skip
+    def rope(name: str, q_heads: int, kv_heads: int, head_dim: int, **params: Any) -> Case:
+        heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        return of("rope_kv_write", name, _rows, _rope, **{"n": 64, "slots": 256, **heads, **params})
+
+    def transfer(name: str, src: str, dst: str, page: int, **params: Any) -> Case:
+        same = {"src": src, "dst": dst, "src_page": page, "dst_page": page, "src_slots": 256, "dst_slots": 256}
+        rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128}
+        return of("kv_transfer", f"{name}-{src}-{dst}-page{page}", _slots, _transfer, **{**same, **rows, **params})
+
+    for i in ("i32", "i64"):
+        yield of("get_last_loc", f"bs256-{i}", _rows, _last_loc, bs=256, requests=256, width=4096, index=i, lens=i)
+        sizes = {"bs": 64, "requests": 64, "width": 4096, "longest": 512}
+        dtypes = {"index": i, "offsets": i, "out": i}
+        yield of("assign_extend_cache_locs", f"bs64-{i}", _capacity, _assign, **sizes, **dtypes)
     shapes = {
-        "llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "llama3-70b-tp8": (8, 1, 128),
-        "qwen3-30b-a3b": (32, 4, 128), "smollm2": (9, 3, 64),
-    }  # fmt: skip
-    for name, (hq, hk, d) in shapes.items():
-        for dtype in ("bf16", "fp16", "fp32"):
-            page = {"bf16": 16, "fp16": 64, "fp32": 128}[dtype]
-            yield of(
-                "rope_kv_write", f"{name}-{dtype}-page{page}", _rows, _rope, n=64, q_heads=hq, kv_heads=hk, head_dim=d,
-                dtype=dtype, cache="paged", page_size=page, slots=256,
-            )  # fmt: skip
-    yield of("rope_kv_write", "llama3-8b-bf16-interleaved", _rows, _rope, n=64, q_heads=32, kv_heads=8, head_dim=128, interleaved=True, slots=256)  # fmt: skip
-    yield of("rope_kv_write", "partial-rotary-256", _rows, _rope, n=64, q_heads=16, kv_heads=16, head_dim=256, rotary_dim=128, slots=256)  # fmt: skip
-    yield of("rope_kv_write", "largest-fp32", _rows, _rope, n=8, q_heads=128, kv_heads=128, head_dim=2048, dtype="fp32", slots=16)
-    yield of("rope_kv_write", "largest-fp32-interleaved", _rows, _rope, n=2, q_heads=8, kv_heads=8, head_dim=2048, dtype="fp32", slots=16, interleaved=True)  # fmt: skip
+        "llama3-8b": (32, 8, 128),
+        "llama3-70b": (64, 8, 128),
+        "llama3-70b-tp8": (8, 1, 128),
+        "qwen3-30b-a3b": (32, 4, 128),
+        "smollm2": (9, 3, 64),
+    }
+    for name, shape in shapes.items():
+        for dtype, page in (("bf16", 16), ("fp16", 64), ("fp32", 128)):
+            yield rope(f"{name}-{dtype}-page{page}", *shape, dtype=dtype, cache="paged", page_size=page)
+    yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
+    yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)
+    yield rope("largest-fp32", 128, 128, 2048, dtype="fp32", n=8, slots=16)
+    yield rope("largest-fp32-interleaved", 8, 8, 2048, dtype="fp32", n=2, slots=16, interleaved=True)
     for page in (1, 16, 64, 128):
-        for a, b in (("layer_first", "page_first"), ("page_first_direct", "layer_first")):
-            yield of(
-                "kv_transfer", f"mha-8x128-{a}-{b}-page{page}", _slots, _transfer, n=128, num_layers=32, heads=8, head_dim=128,
-                src=a, dst=b, src_page=page, dst_page=page, src_slots=256, dst_slots=256,
-            )  # fmt: skip
-    yield of("kv_transfer", "mha-8x128-page_head", _slots, _transfer, n=64, num_layers=32, heads=8, head_dim=128, src="layer_first", dst="page_head", src_page=16, dst_page=16, src_slots=64, dst_slots=64)  # fmt: skip
-    yield of("kv_transfer", "mla-576", _slots, _transfer, n=128, num_layers=60, head_dim=576, mla=True, src="layer_first", dst="page_first", src_slots=256, dst_slots=256)  # fmt: skip
+        yield transfer("mha-8x128", "layer_first", "page_first", page)
+        yield transfer("mha-8x128", "page_first_direct", "layer_first", page)
+    yield transfer("mha-8x128", "layer_first", "page_head", 16, n=64, src_slots=64, dst_slots=64)
+    yield transfer("mla-576", "layer_first", "page_first", 1, num_layers=60, head_dim=576, mla=True)
 
 
 def _rows(a: dict[str, Any]) -> int:
@@ -74,8 +78,12 @@ def _slots(a: dict[str, Any]) -> int:
     return int(a["src_slots"].shape[0])
 
 
+def _capacity(a: dict[str, Any]) -> int:
+    return int(a["out"].numel())
+
+
 def _bytes(*tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(int(t.numel() * t.element_size()) for t in tensors if t is not None)
 
 
 def _last_loc(a: dict[str, Any]) -> int:
@@ -96,7 +104,7 @@ def _rope(a: dict[str, Any]) -> int:
     angles = q.shape[0] * rotary * a["cos_sin_cache"].element_size()
     # q: the rotated part, in and out. k: all of it in and to the cache, the rotated part back.
     rows = 2 * part * _bytes(q) + (2 + part) * _bytes(k) + 2 * _bytes(v)
-    return int(rows) + angles + _bytes(a["positions"], a["slots"])
+    return int(rows) + int(angles) + _bytes(a["positions"], a["slots"])
 
 
 def _transfer(a: dict[str, Any]) -> int:
@@ -145,7 +153,9 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
             getattr(module, case.op)(**args)
         rows.append(_row(case, args, launches))
     if not rows:
-        raise HalError(f"hal: inspect ascend: no kernel called {kernel!r}; there are {', '.join(sorted({c.op for c in cases()}))}")
+        raise HalError(
+            f"hal: inspect ascend: no kernel called {kernel!r}; there are {', '.join(sorted({c.op for c in cases()}))}"
+        )
     return rows
 
 
@@ -160,7 +170,7 @@ def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any
     copies = sum(t.copies_in + t.copies_out + t.scalar_reads + t.scalar_writes for t in traffic)
     moved = sum(t.bytes_read + t.bytes_written for t in traffic)
     tight = max(done, key=lambda c: c.ub_share)
-    targets = {}
+    targets: dict[str, str] = {}
     for c in done:
         state = c.reason or ("binary" if c.binary else "codegen")
         if targets.get(c.target, "codegen") in ("codegen", "binary"):
@@ -196,10 +206,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         ok = [t for t, s in r["targets"].items() if s in ("codegen", "binary")]
         body.append(
             (
-                r["op"], r["case"], str(r["scalar_gathers"]), str(r["rmw_stores"]), str(r["int64_vectors"]),
-                str(r["scalar_accesses"]), f"{r['dma_per_token']:.2f}", f"{r['bytes_moved'] / max(1, r['bytes_needed']):.2f}",
-                f"{r['ub_bits'] / max(1, r['ub_available']):.0%}", " ".join(ok) or "none", r["verdict"],
-            )  # fmt: skip
+                r["op"],
+                r["case"],
+                str(r["scalar_gathers"]),
+                str(r["rmw_stores"]),
+                str(r["int64_vectors"]),
+                str(r["scalar_accesses"]),
+                f"{r['dma_per_token']:.2f}",
+                f"{r['bytes_moved'] / max(1, r['bytes_needed']):.2f}",
+                f"{r['ub_bits'] / max(1, r['ub_available']):.0%}",
+                " ".join(ok) or "none",
+                r["verdict"],
+            )
         )
     width = [max(len(x[i]) for x in (head, *body)) for i in range(len(head))]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body))

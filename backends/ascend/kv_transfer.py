@@ -6,6 +6,9 @@ pinned memory: rows are packed by the kernel into a contiguous staging buffer (o
 page size 1 is not a copy per token, and the host side goes in runs of consecutive slots (`_runtime`).
 """
 
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import math
 from typing import Any
 
@@ -67,14 +70,10 @@ def kv_transfer(
         _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
     else:
         there = src.device
-        move(
-            src, dst, src_slots.to(there, non_blocking=True), dst_slots.to(there, non_blocking=True), todo, todo
-        )
+        move(src, dst, src_slots.to(there, non_blocking=True), dst_slots.to(there, non_blocking=True), todo, todo)
 
 
-def move(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range
-) -> None:
+def move(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range) -> None:
     """Rows from pool to pool by the kernel. Pools and slots are on one device."""
     for name in ("k", "v"):
         a, b = getattr(src, name), getattr(dst, name)

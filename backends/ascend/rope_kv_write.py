@@ -7,6 +7,10 @@ heads and of columns, so no lane outside the tensors is touched. NeoX halves are
 pairs are one tile, split in the unified buffer.
 """
 
+# A kernel's parameters have no Python types.
+# ruff: noqa: SIM102 - `CACHE` is settled when the kernel is compiled, `write` when it runs: two ifs.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from typing import Any
 
 import torch
@@ -37,7 +41,7 @@ def _rope_kv_write(
     for token in range(tl.program_id(0), n, tl.num_programs(0)):
         position = tl.load(positions + token).to(tl.int64)
         if (position >= 0) & (position < max_positions):
-            t = token.to(tl.int64)
+            t = tl.cast(token, tl.int64)
             angle = cos_sin + position * (2 * HALF) + tl.arange(0, B_HALF)
             fits = tl.arange(0, B_HALF) < HALF
             cos = tl.load(angle, mask=fits, other=0.0).to(tl.float32)[None, :]
@@ -59,7 +63,7 @@ def _rope_kv_write(
                     tl.store(at + column, (a * cos - b * sin).to(q.dtype.element_ty), mask=mask)
                     tl.store(at + HALF + column, (b * cos + a * sin).to(q.dtype.element_ty), mask=mask)
             write = False
-            slot = t * 0
+            slot = position * 0
             if CACHE:
                 slot = tl.load(slots + token).to(tl.int64)
                 write = (slot >= 0) & (slot < num_slots)
@@ -129,26 +133,33 @@ def rope_kv_write(
     max_positions, rotary = cos_sin_cache.shape
     if n == 0 or max_positions == 0:
         return
-    cached = k_cache is not None and v_cache is not None and v is not None
+    cached = False
     v_dim, page, num_slots = 1, 1, 0
-    kc = vc = vs = (0, 0, 0)
-    if cached:
-        v_dim, vs = v.shape[-1], v.stride()
+    kc = vc = (0, 0, 0)
+    v_token = v_head = 0
+    if k_cache is not None and v_cache is not None and v is not None:
+        cached = True
+        v_dim, v_token, v_head = v.shape[-1], v.stride(0), v.stride(1)
         page = k_cache.shape[1] if k_cache.ndim == 4 else 1
         num_slots = k_cache.shape[0] * page
-        kc = k_cache.stride() if k_cache.ndim == 4 else (k_cache.stride(0), 0, k_cache.stride(1))
-        vc = v_cache.stride() if v_cache.ndim == 4 else (v_cache.stride(0), 0, v_cache.stride(1))
+        kc, vc = _steps(k_cache), _steps(v_cache)
     half, tail = rotary // 2, head_dim - rotary
     q_tile, k_tile = _tiles(q_heads, kv_heads, half, max(tail, v_dim), interleaved)
     _rope_kv_write(
         (min(n, vector_cores(q.device)),),
         q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots,
-        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), vs[0], vs[1],
-        kc[0], kc[1], kc[2], vc[0], vc[1], vc[2],
+        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
+        *kc, *vc,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
         Q_TILE=q_tile, K_TILE=k_tile, B_HALF=pow2(half), B_TAIL=pow2(tail), B_V=pow2(v_dim),
         PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
     )  # fmt: skip
+
+
+def _steps(cache: Tensor) -> tuple[int, int, int]:
+    """Elements from page to page, from token to token in a page, and from head to head."""
+    st = cache.stride()
+    return (st[0], st[1], st[2]) if cache.ndim == 4 else (st[0], 0, st[1])
 
 
 def _tiles(q_heads: int, kv_heads: int, half: int, row: int, interleaved: bool) -> tuple[int, int]:
@@ -171,5 +182,5 @@ def supports(sig: Any) -> str | None:
     widest = TILE_BYTES // 8
     for name in ("head_dim", "v_head_dim"):
         if sig.dims.get(name, 0) > widest:
-            return f"head_dim: {name} {sig.dims[name]} is more than the {widest} elements that a tile of the unified buffer takes"
+            return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
     return None

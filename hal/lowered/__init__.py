@@ -81,5 +81,5 @@ def run(
     Source: the route is this project's; the tools are triton-ascend's and AscendNPU IR's.
     """
     lowered = lower(jit_fn, args, constexprs, options)
-    shared = getattr(jit_fn.fn, "hal_shared_writes", frozenset())
+    shared: frozenset[str] = getattr(jit_fn.fn, "hal_shared_writes", frozenset())
     launch(lowered, grid, runtime_args(lowered, jit_fn, args), shared)

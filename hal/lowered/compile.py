@@ -38,7 +38,9 @@ for a in "$@"; do case "$a" in *.mlir) cp "$a" "{keep}";; esac; done
 
 _BITS = {"i1": 8, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64}
 _CONSTANT = re.compile(r"(%[\w-]+) = (?:arith|llvm\.mlir)\.constant\(?\s*(-?\d+) : (?:i64|index)")
-_CAST = re.compile(r"hivm\.hir\.pointer_cast\(([^)]*)\)(?: \[[^\]]*\])? : memref<([^,>]*)([^#]*)#hivm\.address_space<ub>")
+_CAST = re.compile(
+    r"hivm\.hir\.pointer_cast\(([^)]*)\)(?: \[[^\]]*\])? : memref<([^,>]*)([^#]*)#hivm\.address_space<ub>"
+)
 _UB_ACCESS = re.compile(r"memref\.(?:load|store) .*?%\S+\[([^\]]*)\].*: memref<[^:]*#hivm\.address_space<ub>>")
 
 
@@ -133,4 +135,6 @@ def buffers(module: str) -> tuple[int, int]:
 def scalar_accesses(module: str) -> int:
     """Reads and writes of single elements of the unified buffer at an index that is no constant."""
     found = (_UB_ACCESS.search(line) for line in module.splitlines())
-    return sum(any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip()) for m in found if m)
+    return sum(
+        any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip()) for m in found if m
+    )

@@ -34,7 +34,9 @@ SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 
 
 _LOAD = re.compile(r"^(\s*%[\w.]+ = load (?:volatile )?)([^,]+), ptr (%[\w.]+|@[\w.]+)(.*)$")
 _STORE = re.compile(r"^(\s*store (?:volatile )?)(.+), ptr (%[\w.]+|@[\w.]+)((?:, (?:align|!).*)?)$")
-_ATOMIC = re.compile(r"^(\s*%[\w.]+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg (?:weak )?(?:volatile )?) ?ptr )(%[\w.]+)(, (\w+) .*)$")
+_ATOMIC = re.compile(
+    r"^(\s*%[\w.]+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg (?:weak )?(?:volatile )?) ?ptr )(%[\w.]+)(, (\w+) .*)$"
+)
 _ALLOCA = re.compile(r"^\s*(%[\w.]+) = alloca ")
 _DEFINE = re.compile(r"^define void @([\w.$]+)\((.*?)\)", re.M)
 _DECLARE = re.compile(r"^declare [^@]*@([\w.]+)\(.*$", re.M)
@@ -46,7 +48,7 @@ _OURS = {"malloc": "hal_alloc", "free": "hal_free", "memrefCopy": "memrefCopy"}
 _MEMCPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)")
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
 # What a C library has under the names that LLVM's math intrinsics become, and the kernels' own use.
-_LIBM = {"expf", "exp", "logf", "log", "sinf", "sin", "cosf", "cos", "tanhf", "tanh", "erff", "erf", "powf", "pow", "fmaf", "fmodf"}  # fmt: skip
+_LIBM = {f + suffix for f in ("exp", "log", "sin", "cos", "tanh", "erf", "pow", "fma", "fmod") for suffix in ("", "f")}
 
 
 def params(llvm: str) -> tuple[str, list[str]]:
@@ -69,7 +71,9 @@ def instrument(llvm: str, traced: bool) -> str:
     name, types = params(llvm)
     for callee in _DECLARE.findall(llvm):
         if callee not in _OURS and callee not in _LIBM and not callee.startswith("llvm."):
-            raise LoweringError(name, "instrumentation", f"it calls the external function {callee}, which only the device has")
+            raise LoweringError(
+                name, "instrumentation", f"it calls the external function {callee}, which only the device has"
+            )
     own: set[str] = set()
     out: list[str] = []
     helping = False
@@ -121,7 +125,11 @@ def _checked(line: str, number: int, own: set[str], kernel: str) -> list[str]:
         to, check = via(pointer, type_, WRITE | ATOMIC)
         return [check, f"{head}{to}{tail}"]
     code = line.split(";")[0]
-    if re.search(r"\b(load|store|atomicrmw|cmpxchg)\b", code) and "@llvm.stack" not in code and "attributes" not in code:
+    if (
+        re.search(r"\b(load|store|atomicrmw|cmpxchg)\b", code)
+        and "@llvm.stack" not in code
+        and "attributes" not in code
+    ):
         raise LoweringError(kernel, "instrumentation", f"an access in a form that is not known: {line.strip()}")
     return [line]
 

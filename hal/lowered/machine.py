@@ -139,7 +139,10 @@ class Machine:
         for name, type_, value in zip(names, types, args, strict=True):
             if type_.startswith("*"):
                 if value.device.type != "cpu":
-                    raise LoweredError(f"hal: kernel {self.lowered.name}: {name} is on {value.device}; the lowered lane runs on CPU tensors")
+                    raise LoweredError(
+                        f"hal: kernel {self.lowered.name}: {name} is on {value.device}; "
+                        "the lowered lane runs on CPU tensors"
+                    )
                 at = ir.TAG | len(tensors) << ir.ARG_SHIFT | ir.BIAS if self.traced else value.data_ptr()
                 words += [at, at, 0, value.numel(), 1]
                 tensors.append((name, value))
@@ -148,7 +151,9 @@ class Machine:
             else:
                 words.append(value - (1 << 64) if value >= 1 << 63 else int(value))
         if len(words) != len(self.params) - 6 or len(tensors) > _MAX_ARGS:
-            raise LoweredError(f"hal: kernel {self.lowered.name}: {len(words)} words for {len(self.params) - 6} parameters")
+            raise LoweredError(
+                f"hal: kernel {self.lowered.name}: {len(words)} words for {len(self.params) - 6} parameters"
+            )
         shadow = _Shadow(state, tensors, shared) if self.traced else None
         packed = (ctypes.c_int64 * len(words))(*words)
         try:
@@ -326,10 +331,12 @@ _machines_lock = threading.Lock()
 
 def launch(lowered: Lowered, grid: Sequence[int], args: Sequence[Any], shared: frozenset[str]) -> None:
     """Run `lowered` over `grid`; see `hal.lowered.run`."""
-    full = (*(int(g) for g in grid), 1, 1)[:3]
-    programs = full[0] * full[1] * full[2]
+    x, y, z = (*(int(g) for g in grid), 1, 1)[:3]
+    full, programs = (x, y, z), x * y * z
     if min(full) < 0 or programs > MAX_PROGRAMS:
-        raise LoweredError(f"hal: kernel {lowered.name}: grid {tuple(grid)} has {programs} programs, CANN allows {MAX_PROGRAMS}")
+        raise LoweredError(
+            f"hal: kernel {lowered.name}: grid {tuple(grid)} has {programs} programs, CANN allows {MAX_PROGRAMS}"
+        )
     traced = _traced.get()
     key = (lowered.key, traced)
     machine = _machines.get(key)

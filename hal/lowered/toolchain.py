@@ -71,7 +71,8 @@ def fingerprint() -> str:
     require()
     parts = [f"{n} {metadata.version(n)}" for n in ("triton-ascend", "ascendnpu-ir")]
     spec = importlib.util.find_spec("triton")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     lib = Path(spec.origin).parent
     for tool in (
         lib / "_C" / "libtriton.so",

@@ -1,4 +1,6 @@
-"""Kernels with the faults that public Ascend kernels have. The lowered lane must catch each; Triton's interpreter doesn't.
+"""Kernels with the faults that public Ascend kernels have.
+
+The lowered lane must catch each; Triton's interpreter doesn't.
 
 The interpreter honours every mask lane by lane. Ascend's compiler can't: unless a mask is a plain prefix it
 moves whole blocks, and a masked-off lane is read, or written back, all the same.

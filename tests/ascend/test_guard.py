@@ -44,6 +44,7 @@ def child(what: str, front: bool) -> None:
     """Runs `what`: an op on its samples, or a sabotaged kernel."""
     from ascend import sabotage
     from ascend.test_sabotage import inputs
+
     from hal.lowered import untraced
 
     def guard(value: Any) -> Any:
@@ -94,6 +95,9 @@ def test_ops_stay_inside(op: str, front: bool) -> None:
     assert ran.stdout.strip().endswith("survived")
 
 
-@pytest.mark.parametrize(("name", "front"), [("copy_where", False), ("store_where", False), ("take_pages", False), ("last_loc_masked", True)])  # fmt: skip
+BITES = [("copy_where", False), ("store_where", False), ("take_pages", False), ("last_loc_masked", True)]
+
+
+@pytest.mark.parametrize(("name", "front"), BITES)
 def test_the_guard_bites(name: str, front: bool) -> None:
     assert spawn(name, front).returncode in (-signal.SIGSEGV, -signal.SIGBUS)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from ascend import sabotage
+
 from hal import lowered
 from hal._errors import HalError
 from hal.backends.ascend import inspect
@@ -62,7 +62,9 @@ def test_buffers_are_counted_with_what_the_compiler_adds() -> None:
 def test_a_real_hivmc_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With CANN the stand-in hands over: whoever is called hivmc on PATH makes the binary."""
     fake = tmp_path / "hivmc"
-    fake.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do case "$1" in -o) echo made > "$2";; esac; shift; done\necho "hivmc 1.0"\n')
+    fake.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 0 ]; do case "$1" in -o) echo made > "$2";; esac; shift; done\necho "hivmc 1.0"\n'
+    )
     fake.chmod(0o755)
     import os
 

@@ -25,7 +25,9 @@ def judge(op: str, args: dict[str, Any], want: dict[str, Want], before: dict[str
             for half, wanted in w.fields.items():
                 out = stacked(getattr(args[name], half))
                 assert bool(right_any(out, wanted).all()), f"{op}: {name}.{half}"
-                assert bool((same_bits(out, before[f"{name}.{half}"]) | wanted.named).all()), f"{op}: {name}.{half} outside"
+                assert bool((same_bits(out, before[f"{name}.{half}"]) | wanted.named).all()), (
+                    f"{op}: {name}.{half} outside"
+                )
             continue
         out = result if name == "return" else args[name]
         assert bool(right_any(out, w).all()), f"{op}: {name}"
@@ -120,7 +122,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 @pytest.mark.parametrize("out", [True, False], ids=["to-host", "from-host"])
-@pytest.mark.parametrize("layout", (*LAYOUTS, "list"))
+@pytest.mark.parametrize("layout", [*LAYOUTS, "list"])
 @pytest.mark.parametrize("order", ["random", "runs", "pages"])
 def test_between_device_and_host(out: bool, layout: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The route of an NPU: packed by the kernel, copied in pieces. The copies are the CPU's stand-in here."""

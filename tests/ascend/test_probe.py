@@ -13,7 +13,10 @@ pytestmark = pytest.mark.anywhere
 
 ROOT = Path(__file__).parents[2]
 TORCH = "class version:\n    cuda = {cuda!r}\n__version__ = '2.13.0'\n{npu}"
-NPU = "class npu:\n    is_available = staticmethod(lambda: {available})\n    device_count = staticmethod(lambda: {count})\n"
+NPU = """class npu:
+    is_available = staticmethod(lambda: {available})
+    device_count = staticmethod(lambda: {count})
+"""
 
 
 def package(folder: Path, name: str, source: str, version: str | None, *inside: str) -> None:
@@ -37,7 +40,9 @@ def probe(folder: Path) -> str:
     base = [str(folder), str(ROOT)]
     env = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     # -S: no site-packages. hal's light modules need only pluggy, which the probe doesn't import.
-    ran = subprocess.run([sys.executable, "-S", "-c", code, *base, *PLUGGY], capture_output=True, text=True, env=env, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code, *base, *PLUGGY], capture_output=True, text=True, env=env, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 

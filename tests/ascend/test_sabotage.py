@@ -9,29 +9,34 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from ascend import sabotage
+
 from hal import lowered
 
 I32 = torch.int32
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=I32)
+
+
 def inputs() -> dict[str, tuple]:
     """Kernel -> (grid, arguments, constexprs, index of the output, what a correct run leaves there)."""
     table = torch.arange(32, dtype=I32).view(4, 8)
-    keep = torch.tensor([1, 0, 0] * 13, dtype=I32)[:37]
+    keep = ints(*[1, 0, 0] * 13)[:37]
     src = torch.arange(100, 137, dtype=I32)
     old = torch.full((37,), 7, dtype=I32)
-    need = torch.tensor([1, 0, 1, 1, 0, 0] + [0, 1, 1, 2, 3, 3], dtype=I32)
-    rows, lens = torch.tensor([0, 1, 2], dtype=I32), torch.tensor([0, 3, 8], dtype=I32)
     block = src[:16].clone()
+    rows, lens, out3 = ints(0, 1, 2), ints(0, 3, 8), ints(0, 0, 0)
+    need, pages, out6 = ints(1, 0, 1, 1, 0, 0, 0, 1, 1, 2, 3, 3), ints(5, 6, 7), ints(0, 0, 0, 0, 0, 0)
+    b16 = {"BLOCK": 16}
     return {
-        "last_loc_masked": ((1,), (table, rows, lens, torch.zeros(3, dtype=I32), 3, 8), {"BLOCK": 16}, 3, torch.tensor([-1, 10, 23], dtype=I32)),
-        "copy_where": ((3,), (src, keep, old.clone(), 37), {"BLOCK": 16}, 2, torch.where(keep > 0, src, 0)),
-        "store_where": ((3,), (src, keep, old.clone(), 37), {"BLOCK": 16}, 2, torch.where(keep > 0, src, old)),
-        "odd_or_even": ((2,), (block, old[:16].clone(), 16), {"BLOCK": 16}, 1, block),
-        "take_pages": ((1,), (torch.tensor([5, 6, 7], dtype=I32), need, torch.zeros(6, dtype=I32), 6, 3), {"BLOCK": 8}, 2, torch.tensor([5, -1, 6, 7, -1, -1], dtype=I32)),
-    }  # fmt: skip
+        "last_loc_masked": ((1,), (table, rows, lens, out3, 3, 8), b16, 3, ints(-1, 10, 23)),
+        "copy_where": ((3,), (src, keep, old.clone(), 37), b16, 2, torch.where(keep > 0, src, 0)),
+        "store_where": ((3,), (src, keep, old.clone(), 37), b16, 2, torch.where(keep > 0, src, old)),
+        "odd_or_even": ((2,), (block, old[:16].clone(), 16), b16, 1, block),
+        "take_pages": ((1,), (pages, need, out6, 6, 3), {"BLOCK": 8}, 2, ints(5, -1, 6, 7, -1, -1)),
+    }
 
 
 CAUGHT = {
@@ -145,6 +150,8 @@ def test_the_interpreter_passes_them_all() -> None:
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
     env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    ran = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=env, cwd=root, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=env, cwd=root, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == list(inputs())
