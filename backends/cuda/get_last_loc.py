@@ -1,0 +1,57 @@
+"""get_last_loc: ``out[i] = req_to_token[requests[i], lens[i] - 1]``, -1 where that is no element.
+
+One thread a request. All index math is in 64 bits, after the index was checked.
+"""
+
+import triton.language as tl
+from torch import Tensor, empty_like
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal.backends.cuda._device import pdl
+
+BLOCK = 128
+
+
+@launch.jit(do_not_specialize=("table", "requests", "lens", "out", "bs", "rows", "width", "stride"))
+def last_loc_kernel(
+    table, requests, lens, out, bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < bs
+    request = tl.load(requests + i, inside, other=-1).to(tl.int64)
+    length = tl.load(lens + i, inside, other=0).to(tl.int64)
+    valid = (request >= 0) & (request < rows) & (length > 0) & (length <= width)
+    at = tl.where(valid, request, 0) * stride + tl.where(valid, length, 1) - 1
+    slot = tl.load(table + at, valid, other=-1)
+    tl.store(out + i, slot.to(out.dtype.element_ty), inside)
+
+
+class _Launches(dict[int, launch.Launch]):
+    def __missing__(self, device: int) -> launch.Launch:
+        on = pdl(device)
+        self[device] = last_loc_kernel.bind(PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
+        return self[device]
+
+
+_launches = _Launches()
+
+
+def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
+    out = empty_like(prefix_lens)
+    bs = out.numel()
+    if bs:
+        rows, width = req_to_token.shape
+        _launches[req_to_token.get_device()](
+            ((bs + 127) // BLOCK, 1, 1),
+            req_to_token, req_pool_indices, prefix_lens, out, bs, rows, width, req_to_token.stride(0),
+        )  # fmt: skip
+    return out
+
+
+def supports(sig: object) -> None:
+    """Every call of the contract."""
