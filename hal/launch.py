@@ -110,7 +110,8 @@ class Kernel:
 class Launch:
     """A kernel with its constexprs and options fixed; called as ``launch(grid, *args)``.
 
-    ``compiled`` maps the second half of the key to the compiled kernel.
+    ``start`` is the same without a frame in between; it changes with the kinds of the arguments, so read it
+    anew for each call. ``compiled`` maps the second half of the key to the compiled kernel.
     """
 
     def __init__(self, kernel: Kernel, static: dict[str, Any]) -> None:
@@ -123,13 +124,13 @@ class Launch:
         self.compiled: dict[Any, _Bound] = {}
         self._patterns: dict[str, Callable[..., None]] = {}
         self._lock = threading.Lock()
-        self._fast: Callable[..., None] = self._first
+        self.start: Callable[..., None] = self._first
         mode = lane()
         if mode != "device":
-            self._fast = self._interpret if mode == "interpreter" else self._lower
+            self.start = self._interpret if mode == "interpreter" else self._lower
 
     def __call__(self, grid: Grid, *args: Any) -> None:
-        self._fast(grid, *args)
+        self.start(grid, *args)
 
     def _interpret(self, grid: Grid, *args: Any) -> None:
         self.kernel.jit[grid](*args, **self.constexprs)
@@ -146,7 +147,7 @@ class Launch:
         fast = self._patterns.get(pattern)
         if fast is None:
             fast = self._patterns[pattern] = _generate(self, pattern)
-        self._fast = fast
+        self.start = fast
         fast(grid, *args)
 
     def triton_launch(self, grid: Grid, *args: Any) -> None:

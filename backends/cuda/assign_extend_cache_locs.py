@@ -105,7 +105,7 @@ def assign_extend_cache_locs(
         rows, width = req_to_token.shape
         run, programs = _launches[out.get_device()]
         chunks = (size + BLOCK - 1) // BLOCK
-        run(
+        run.start(
             (chunks if chunks < programs else programs, 1, 1),
             req_to_token, req_pool_indices, start_offsets, end_offsets, out,
             req_pool_indices.numel(), rows, width, req_to_token.stride(0), size, chunks,

@@ -46,7 +46,7 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
     bs = out.numel()
     if bs:
         rows, width = req_to_token.shape
-        _launches[req_to_token.get_device()](
+        _launches[req_to_token.get_device()].start(
             ((bs + 127) // BLOCK, 1, 1),
             req_to_token, req_pool_indices, prefix_lens, out, bs, rows, width, req_to_token.stride(0),
         )  # fmt: skip

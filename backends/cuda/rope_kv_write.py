@@ -211,7 +211,7 @@ def rope_kv_write(
             _plans.clear()
         plan = _plans[key] = _plan(q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k)
     run, parts, strides = plan
-    run(
+    run.start(
         (n * parts, 1, 1),
         q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots,
         float(k_scale) if k_scale.__class__ is int else k_scale,

@@ -1,0 +1,181 @@
+"""The streaming copy kernel of kv_transfer: rows between any two strided descriptions of a pool.
+
+A row is one (token, layer, half) or, in page_head, one head of it. Tiles of rows are kept in flight; the
+rows of a tile follow the host side's order, so that what goes over the bus is as consecutive as it can be.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal._errors import HalError
+from hal.backends.cuda._device import multiprocessors, pdl
+from hal.kvpool import KVPool, Plane
+
+TILE_BYTES = 32768
+WARPS = 8
+STREAM_PROGRAMS = 16
+"""Programs, so multiprocessors at most, that a transfer over the bus occupies."""
+UNIT_INNER, PAIR_INNER, CHUNK_OUTER = 0, 1, 2
+
+
+@launch.jit(
+    do_not_specialize=(
+        "src_slots", "dst_slots", "src_bases", "dst_bases", "n", "units", "first", "count", "src_size", "dst_size",
+        "src_page", "src_token", "src_chunk", "dst_page", "dst_token", "dst_chunk", "layers",
+    )
+)  # fmt: skip
+def copy_rows_kernel(
+    src_slots, dst_slots, src_bases, dst_bases,
+    n: tl.int32, units: tl.int32, first: tl.int32, count: tl.int32, layers: tl.int32,
+    src_size: tl.int64, dst_size: tl.int64,
+    src_page: tl.int64, src_token: tl.int64, src_chunk: tl.int64,
+    dst_page: tl.int64, dst_token: tl.int64, dst_chunk: tl.int64,
+    SRC_PAGE: tl.constexpr, DST_PAGE: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+    ALIGN: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    rows = n * units * CHUNKS
+    w = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        r = tile * ROWS + tl.arange(0, ROWS)
+        there = r < rows
+        if ORDER == 0:
+            chunk, pair, unit = r % CHUNKS, r // CHUNKS // units, r // CHUNKS % units
+        elif ORDER == 1:
+            chunk, pair, unit = r % CHUNKS, r // CHUNKS % n, r // CHUNKS // n
+        else:
+            chunk, pair, unit = r // units % CHUNKS, r // units // CHUNKS, r % units
+        s = tl.load(src_slots + pair, there, other=-1).to(tl.int64)
+        d = tl.load(dst_slots + pair, there, other=-1).to(tl.int64)
+        there = there & (s >= 0) & (s < src_size) & (d >= 0) & (d < dst_size)
+        s = tl.where(there, s, 0)
+        d = tl.where(there, d, 0)
+        plane = unit // count * layers + first + unit % count
+        a = tl.load(src_bases + plane, there, other=0)
+        b = tl.load(dst_bases + plane, there, other=0)
+        a += s // SRC_PAGE * src_page + s % SRC_PAGE * src_token + chunk.to(tl.int64) * src_chunk
+        b += d // DST_PAGE * dst_page + d % DST_PAGE * dst_token + chunk.to(tl.int64) * dst_chunk
+        source = tl.multiple_of(a.to(tl.pointer_type(WORD))[:, None], [ALIGN, ALIGN])
+        target = tl.multiple_of(b.to(tl.pointer_type(WORD))[:, None], [ALIGN, ALIGN])
+        mask = there[:, None] & (w < WORDS)
+        tl.store(target + w, tl.load(source + w, mask), mask)
+
+
+def programs(src: KVPool, dst: KVPool, device: torch.device) -> int:
+    """How many programs a copy is given: few over the bus, the whole device within it."""
+    if src.device.type == dst.device.type == "cuda":
+        return 4 * multiprocessors(device.index or 0)
+    return STREAM_PROGRAMS
+
+
+def upload(slots: Tensor, device: torch.device) -> Tensor:
+    """CPU slots to the device, in stream order, without waiting."""
+    return slots if device.type == "cpu" else slots.pin_memory().to(device, non_blocking=True)
+
+
+def rows(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device, count: int
+) -> None:
+    planes(src.planes(), dst.planes(), src.page_size, dst.page_size, src.num_slots, dst.num_slots,
+           src_slots, dst_slots, layers, src.num_layers, device, count)  # fmt: skip
+
+
+def planes(
+    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, src_size: int, dst_size: int,
+    src_slots: Tensor, dst_slots: Tensor, layers: range, num_layers: int, device: torch.device, count: int,
+) -> None:  # fmt: skip
+    """Copy between descriptions. Both halves in one launch where they have the same strides."""
+    alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
+    groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
+    n = src_slots.numel()
+    for a, b in groups:
+        chunks = max(a[0].chunks, b[0].chunks)
+        most = max(1, (2**31 - 2**20) // (len(a) * len(layers) * chunks))
+        for i in range(0, n, most):
+            part = slice(i, i + most)
+            one = n <= most
+            _launch(
+                a, b, src_page, dst_page, src_size, dst_size, src_slots if one else src_slots[part],
+                dst_slots if one else dst_slots[part], layers, num_layers, device, count,
+            )  # fmt: skip
+
+
+def _strides(p: Plane) -> tuple[int, ...]:
+    return p.page_stride, p.token_stride, p.chunks, p.chunk_stride, p.chunk_bytes
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about a copy that only the two descriptions decide."""
+
+    static: dict[str, Any]
+    src_bases: Tensor
+    dst_bases: Tensor
+    src: tuple[int, int, int]
+    """Strides of a page, a token, a chunk."""
+    dst: tuple[int, int, int]
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+) -> _Plan | None:
+    """Kept by content, addresses included, so never stale. None: the rows have no bytes."""
+    a, b = src[0], dst[0]
+    chunks, chunk_bytes = max((a.chunks, a.chunk_bytes), (b.chunks, b.chunk_bytes))
+    if chunk_bytes == 0:
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise HalError(
+            "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
+            "or call hal.warmup"
+        )
+    sides, pages, align = [], [], 16
+    for p, page in ((a, src_page), (b, dst_page)):
+        seamless = p.page_stride == page * p.token_stride
+        pages.append(1 if seamless else page)
+        chunk = p.chunk_stride if p.chunks == chunks else chunk_bytes
+        sides.append((p.token_stride if seamless else p.page_stride, p.token_stride, chunk))
+    for number in (chunk_bytes, *sides[0], *sides[1], *(base for p in (*src, *dst) for base in p.bases)):
+        align = min(align, number & -number) if number else align
+    word = min(align, 8)
+    words = chunk_bytes // word
+    together = any(len(p.bases) > 1 and abs(p.bases[1] - p.bases[0]) < p.token_stride for p in (a, b))
+    on = pdl(device.index if device.index is not None else -1)
+    static = {
+        "SRC_PAGE": pages[0], "DST_PAGE": pages[1], "CHUNKS": chunks, "WORDS": words,
+        "WORD": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], "ALIGN": align,
+        "ORDER": CHUNK_OUTER if chunks > 1 else UNIT_INNER if together else PAIR_INNER,
+        "ROWS": max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word))),
+        "PDL": on, "num_warps": WARPS, "launch_pdl": on,
+    }  # fmt: skip
+    src_bases, dst_bases = (
+        torch.tensor([base for p in side for base in p.bases], dtype=torch.int64).to(device) for side in (src, dst)
+    )
+    return _Plan(static, src_bases, dst_bases, sides[0], sides[1])
+
+
+def _launch(
+    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, src_size: int, dst_size: int,
+    src_slots: Tensor, dst_slots: Tensor, layers: range, num_layers: int, device: torch.device, count: int,
+) -> None:  # fmt: skip
+    plan = _plan(src, dst, src_page, dst_page, device)
+    if plan is None:
+        return
+    units = len(src) * len(layers)
+    total = src_slots.numel() * units * plan.static["CHUNKS"]
+    copy_rows_kernel.bind(**plan.static)(
+        (min(count, -(-total // plan.static["ROWS"])), 1, 1),
+        src_slots, dst_slots, plan.src_bases, plan.dst_bases, src_slots.numel(), units, layers.start, len(layers),
+        num_layers, src_size, dst_size, *plan.src, *plan.dst,
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""The pipelined path: gather on the device while the copy engine moves what was gathered before.
+
+Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead), reused in event order.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hal.backends.cuda import _copy, _engine
+from hal.backends.cuda._device import multiprocessors
+from hal.kvpool import KVPool, Plane
+
+CHUNK_BYTES = 16 << 20
+"""Of one staging buffer. Long enough to hide the engine's start, short enough for the first gather."""
+
+
+@dataclass
+class _Buffers:
+    memory: Tensor
+    stream: Any
+    free: tuple[Any, Any]
+    """Set when the buffer's last user has finished."""
+    full: tuple[Any, Any]
+
+
+_buffers: dict[tuple[int, int], _Buffers] = {}
+_lock = threading.Lock()
+
+
+def buffers(device: torch.device) -> _Buffers:
+    """Staging for the current stream of `device`."""
+    index = device.index if device.type == "cuda" else -1
+    key = (index, torch.cuda.current_stream(device).cuda_stream if index >= 0 else 0)
+    with _lock:
+        found = _buffers.get(key)
+        if found is None:
+            memory = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
+            if index >= 0:
+                stream: Any = torch.cuda.Stream(device)
+                events = [torch.cuda.Event() for _ in range(4)]
+                memory.record_stream(stream)
+            else:
+                stream, events = None, [_Now() for _ in range(4)]
+            found = _buffers[key] = _Buffers(memory, stream, (events[0], events[1]), (events[2], events[3]))
+    return found
+
+
+class _Now:
+    """Events of a lane without streams: everything has happened."""
+
+    def record(self, stream: Any) -> None: ...
+
+
+def staged_bytes() -> int:
+    """Device memory that staging holds. For `hal info`."""
+    return sum(b.memory.numel() for b in _buffers.values())
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if stream is not None:
+        stream.wait_event(event)
+
+
+def _current(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def side(device: torch.device) -> Iterator[int]:
+    """The side stream of the current stream, after what is on that now; which then waits for it."""
+    if device.type != "cuda":
+        yield 0
+        return
+    b, now = buffers(device), torch.cuda.current_stream(device)
+    b.stream.wait_stream(now)
+    with torch.cuda.device(device):
+        yield b.stream.cuda_stream
+    now.wait_stream(b.stream)
+
+
+def granule(host: KVPool) -> int:
+    """Consecutive slots that are one piece of memory with all their layers; 0 where there is no such thing."""
+    tokens = 1 if host.layout == "page_first" else host.page_size
+    if host.num_layers > 1 and host.layout == "layer_first":
+        return 0
+    for p in host.planes():
+        stride = p.token_stride if tokens == 1 else p.page_stride
+        if stride != tokens * host.num_layers * p.row_bytes or max(p.bases) - p.bases[0] >= stride:
+            return 0
+    return tokens
+
+
+def stageable(host: KVPool, slots: Any, layers: range) -> bool:
+    """Whether whole granules of the host pool are wanted, in order, and fit a buffer."""
+    tokens = granule(host)
+    if not tokens or len(layers) != host.num_layers or len(slots) % tokens or host.device.type != "cpu":
+        return False
+    if tokens * host.num_layers * sum(p.row_bytes for p in host.planes()) > CHUNK_BYTES - 512:
+        return False
+    if not all(p.row_bytes for p in host.planes()):
+        return False
+    pages = slots.reshape(-1, tokens)
+    return bool((pages[:, 0] % tokens == 0).all() and (pages == pages[:, :1] + np.arange(tokens)).all())
+
+
+def runs(slots: Any, tokens: int) -> tuple[Any, Any]:
+    """(index of the first, number) of each run of consecutive granules."""
+    first = slots[::tokens]
+    new = np.ones(len(first), dtype=bool)
+    new[1:] = first[1:] != first[:-1] + tokens
+    at = np.flatnonzero(new)
+    return at * tokens, np.diff(np.append(at, len(first))) * tokens
+
+
+def _pieces(host: KVPool, tokens: int, slots: Any, bases: tuple[int, ...], out: bool) -> _engine.Runs:
+    """The copies between staging (granules one after the other) and the host's runs."""
+    at, count = runs(slots, tokens)
+    to, frm, size = [], [], []
+    for p, base in zip(host.planes(), bases, strict=True):
+        per_token = host.num_layers * p.row_bytes
+        there, here = p.bases[0] + slots[at] * per_token, base + at * per_token
+        to.append(there if out else here)
+        frm.append(here if out else there)
+        size.append(count * per_token)
+    return tuple(np.concatenate(x).astype(np.uint64) for x in (to, frm, size))  # type: ignore[return-value]
+
+
+def transfer(src: KVPool, dst: KVPool, s: Any, d: Any, device: torch.device) -> None:
+    """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
+    out = dst.device.type == "cpu" and (device.type == "cuda" or src.device.type == dst.device.type)
+    host, pool = (dst, src) if out else (src, dst)
+    tokens = granule(host)
+    token_bytes = [host.num_layers * p.row_bytes for p in host.planes()]
+    per_chunk = (CHUNK_BYTES - 512) // sum(token_bytes) // tokens * tokens
+    b, now = buffers(device), _current(device)
+    host_slots, pool_slots = (d, s) if out else (s, d)
+    packed = np.stack([np.arange(len(s)) % per_chunk, pool_slots])
+    uploaded = _copy.upload(torch.from_numpy(packed), device)
+    everything = range(host.num_layers)
+    grid = 4 * multiprocessors(device.index if device.index is not None else -1)
+    if device.type == "cuda":
+        b.stream.wait_stream(now)
+    for i, begin in enumerate(range(0, len(s), per_chunk)):
+        part = slice(begin, begin + per_chunk)
+        buffer = i % 2
+        bases, stage = [], []
+        at = b.memory[buffer].data_ptr()
+        for p, size in zip(host.planes(), token_bytes, strict=True):
+            bases.append(at)
+            stage.append(replace(p, bases=tuple(at + base - p.bases[0] for base in p.bases)))
+            at += -(-per_chunk * size // 256) * 256
+        pieces = _pieces(host, tokens, host_slots[part], tuple(bases), out)
+        staged = tuple(stage), host.page_size, per_chunk, uploaded[0, part]
+        pooled = pool.planes(), pool.page_size, pool.num_slots, uploaded[1, part]
+        if out:
+            _wait(now, b.free[buffer])
+            _gather(pooled, staged, everything, device, grid)
+            b.full[buffer].record(now)
+            _wait(b.stream, b.full[buffer])
+            _engine.copy(pieces, b.stream.cuda_stream if b.stream is not None else 0)
+            b.free[buffer].record(b.stream)
+        else:
+            _wait(b.stream, b.free[buffer])
+            _engine.copy(pieces, b.stream.cuda_stream if b.stream is not None else 0)
+            b.full[buffer].record(b.stream)
+            _wait(now, b.full[buffer])
+            _gather(staged, pooled, everything, device, grid)
+            b.free[buffer].record(now)
+    if device.type == "cuda":
+        now.wait_stream(b.stream)
+
+
+_Side = tuple[tuple[Plane, ...], int, int, Tensor]
+
+
+def _gather(a: _Side, b: _Side, layers: range, device: torch.device, grid: int) -> None:
+    _copy.planes(a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3], layers, len(layers), device, grid)
+
+
+# --- which method -----------------------------------------------------------------------------------
+
+
+@cache
+def costs(device: int) -> dict[str, list[list[float]]]:
+    """The cost table: direction -> rows (bytes of a run, bytes in all, GB/s of kernel, GB/s of direct).
+
+    That of `hal tune` on this machine, or the one measured on an H200.
+    """
+    from hal import tune
+
+    mine = tune.load("kv_transfer", device)
+    if mine is not None:
+        return mine
+    found: dict[str, list[list[float]]] = json.loads(
+        (Path(__file__).parent / "tables" / "kv_transfer_sm_90.json").read_text()
+    )["costs"]
+    return found
+
+
+def choose(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device
+) -> str:
+    """``kernel`` or ``direct``: the faster by the cost table, at the nearest measured run length and size."""
+    if src.device.type == dst.device.type:
+        return "kernel"
+    host = dst if dst.device.type == "cpu" else src
+    if not host.pinned:
+        return "direct"
+    slots = (dst_slots if host is dst else src_slots).numpy()
+    if not stageable(host, slots, layers):
+        return "kernel"
+    per_token = host.num_layers * max(p.row_bytes for p in host.planes())
+    run_bytes = per_token * len(slots) / len(runs(slots, granule(host))[0])
+    total = host.num_layers * sum(p.row_bytes for p in host.planes()) * len(slots)
+    table = costs(device.index or 0)["d2h" if host is dst else "h2d"]
+    near = min(table, key=lambda r: abs(np.log2(r[0] / run_bytes)) + abs(np.log2(r[1] / total)))
+    return "direct" if near[3] >= near[2] else "kernel"
+
+

@@ -1,0 +1,94 @@
+"""kv_transfer: token rows from one KVPool to another, by a streaming kernel or by the copy engine.
+
+*kernel*: programs stride over rows, a tile of rows in flight each, host memory through its pinned
+address. Any slots, any two layouts; few multiprocessors saturate the bus.
+*direct*: the copy engine is faster than any kernel over PCIe, but wants long runs. Where whole granules
+(a slot of page_first, a page of the paged layouts) are wanted and the host side is consecutive, rows are
+gathered on the device into one of two staging buffers while the engine moves the other; for
+host-to-device the other way about. Elsewhere: the runs as they are, in one batched call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError, HalError
+from hal.backends.cuda import _copy, _engine, _staging
+from hal.kvpool import KVPool
+from hal.launch import lane
+from hal.ops.kv_transfer import kv_transfer as reference
+
+
+def kv_transfer(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *,
+    layers: range | None = None, method: str = "auto",
+) -> None:  # fmt: skip
+    todo = range(src.num_layers) if layers is None else layers
+    if not (len(todo) and src_slots.numel() and src.num_slots and dst.num_slots):
+        return
+    if lane() == "device" and src.device.type == dst.device.type == "cpu":
+        reference(src, dst, src_slots, dst_slots, layers=layers)
+        return
+    device = src.device if src.device.type == "cuda" else dst.device
+    if src_slots.device.type == "cpu" and lane() == "device":
+        _from_host(src, dst, src_slots, dst_slots, todo, method, device)
+    elif method == "direct":
+        _direct(src, dst, src_slots, dst_slots, todo, device)
+    else:
+        _need_pinned(src, dst)
+        _copy.rows(src, dst, src_slots, dst_slots, todo, device, _copy.programs(src, dst, device))
+
+
+def _from_host(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, method: str, device: torch.device
+) -> None:  # fmt: skip
+    """Slots on the CPU: their runs are known, so any method will do."""
+    if torch.cuda.is_current_stream_capturing():
+        raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
+    if method == "auto":
+        method = _staging.choose(src, dst, src_slots, dst_slots, todo, device)
+    if method == "direct":
+        _direct(src, dst, src_slots, dst_slots, todo, device)
+        return
+    _need_pinned(src, dst)
+    a, b = _copy.upload(torch.stack([src_slots.to(torch.int64), dst_slots.to(torch.int64)]), device)
+    _copy.rows(src, dst, a, b, todo, device, _copy.programs(src, dst, device))
+
+
+def _direct(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device
+) -> None:
+    s, d = (x.numpy().astype(np.int64, copy=False) for x in (src_slots, dst_slots))
+    there = (s >= 0) & (s < src.num_slots) & (d >= 0) & (d < dst.num_slots)
+    s, d = s[there], d[there]
+    if not len(s):
+        return
+    host, slots = (dst, d) if dst.device.type == "cpu" else (src, s)
+    if _staging.stageable(host, slots, todo):
+        _staging.transfer(src, dst, s, d, device)
+        return
+    with _staging.side(device) as stream:
+        _engine.copy(_engine.merged(_engine.addresses(src, dst, s, d, todo)), stream)
+
+
+def _need_pinned(src: KVPool, dst: KVPool) -> None:
+    for name, pool in (("src", src), ("dst", dst)):
+        if pool.device.type == "cpu" and not pool.pinned and lane() == "device":
+            raise ArgumentError(
+                "kv_transfer", name, "pinned host memory for method 'kernel' (KVPool.host_like makes it), or method "
+                "'direct' with slots on the CPU", f"{pool}, pageable",
+            )  # fmt: skip
+
+
+def supports(sig: object) -> None | str:
+    """Every call of the contract but slots on the device with pageable host memory."""
+    if lane() != "device":
+        return None
+    pools = [sig["src"], sig["dst"]]  # type: ignore[index]
+    on_device = sig["src_slots"].device != "cpu"  # type: ignore[index]
+    kernel = on_device or sig["method"] == "kernel"  # type: ignore[index]
+    if kernel and any(p.device == "cpu" and not p.pinned for p in pools):
+        return "a kernel can't reach pageable host memory: pin it (KVPool.host_like), or give slots on the CPU"
+    return None
