@@ -41,7 +41,9 @@ Grid = tuple[int, ...]
 
 
 def lane() -> str:
-    """How kernels run in this process: ``device``, ``interpreter`` or ``lowered``."""
+    """How kernels run in this process: ``device``, ``interpreter``, ``lowered``; or ``recorded`` (`hal inspect`)."""
+    if Launch.recorder is not None:
+        return "recorded"
     if os.environ.get("HAL_LANE") == "lowered":
         return "lowered"
     return "interpreter" if _INTERPRET else "device"
@@ -114,6 +116,9 @@ class Launch:
     anew for each call. ``compiled`` maps the second half of the key to the compiled kernel.
     """
 
+    recorder: Callable[..., None] | None = None
+    """Set by those who want launches handed to them instead of started (``hal inspect``)."""
+
     def __init__(self, kernel: Kernel, static: dict[str, Any]) -> None:
         self.kernel = kernel
         self.static = static
@@ -126,7 +131,9 @@ class Launch:
         self._lock = threading.Lock()
         self.start: Callable[..., None] = self._first
         mode = lane()
-        if mode != "device":
+        if self.recorder is not None:
+            self.start = self.recorder
+        elif mode != "device":
             self.start = self._interpret if mode == "interpreter" else self._lower
 
     def __call__(self, grid: Grid, *args: Any) -> None:
@@ -333,6 +340,20 @@ def fast(grid, {", ".join(names)}):
     return fast
 
 
+def forget() -> None:
+    """Drop every bound launch, so that the next is made anew. Launches that callers hold stay as they are."""
+    for kernel in _kernels:
+        kernel._bound.clear()
+    for caches in _forgetful:
+        caches.clear()
+
+
+def keeps(cache: Any) -> Any:
+    """Register a dict of launches that `forget` must clear too; returns it."""
+    _forgetful.append(cache)
+    return cache
+
+
 def _compile(launch: Launch, args: Sequence[Any]) -> _Bound:
     compiled = launch.kernel.jit.run(*args, grid=(1,), warmup=True, **launch.static)
     if compiled is None:
@@ -360,6 +381,7 @@ def _changed(used: list[Any]) -> bool:
 
 
 _kernels: list[Kernel] = []
+_forgetful: list[Any] = []
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: int(torch.cuda.current_stream(device).cuda_stream)
 )

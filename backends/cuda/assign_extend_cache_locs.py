@@ -94,7 +94,7 @@ class _Launches(dict[int, tuple[launch.Launch, int]]):
         return self[device]
 
 
-_launches = _Launches()
+_launches: _Launches = launch.keeps(_Launches())
 
 
 def assign_extend_cache_locs(

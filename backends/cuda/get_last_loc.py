@@ -38,7 +38,7 @@ class _Launches(dict[int, launch.Launch]):
         return self[device]
 
 
-_launches = _Launches()
+_launches: _Launches = launch.keeps(_Launches())
 
 
 def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:

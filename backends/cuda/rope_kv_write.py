@@ -74,7 +74,7 @@ def _store_pairs(
 
 @launch.jit(
     do_not_specialize=(
-        "cos_sin", "positions", "slots", "k_scale", "v_scale", "q_token", "q_head", "k_token", "k_head", "v_token",
+        "positions", "slots", "k_scale", "v_scale", "q_token", "q_head", "k_token", "k_head", "v_token",
         "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots",
     )
 )  # fmt: skip
@@ -87,7 +87,7 @@ def rope_kv_write_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE: tl.constexpr,
     WRITE_K: tl.constexpr, K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    STRIDE16: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -96,12 +96,11 @@ def rope_kv_write_kernel(
     HALF_PAD: tl.constexpr = triton.next_power_of_2(HALF)
     Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     PARTS: tl.constexpr = Q_PARTS + (KV_HEADS + HEADS - 1) // HEADS
-    if STRIDE16:
-        q_token, q_head = tl.multiple_of(q_token, 16), tl.multiple_of(q_head, 16)
-        k_token, k_head = tl.multiple_of(k_token, 16), tl.multiple_of(k_head, 16)
-        v_token, v_head = tl.multiple_of(v_token, 16), tl.multiple_of(v_head, 16)
-        kc_page, kc_token, kc_head = tl.multiple_of(kc_page, 16), tl.multiple_of(kc_token, 16), tl.multiple_of(kc_head, 16)
-        vc_page, vc_token, vc_head = tl.multiple_of(vc_page, 16), tl.multiple_of(vc_token, 16), tl.multiple_of(vc_head, 16)
+    # A product with a constant is how Triton learns that rows are aligned; it ignores hints on parameters.
+    q_token, q_head, k_token, k_head = q_token * UNIT, q_head * UNIT, k_token * UNIT, k_head * UNIT
+    v_token, v_head = v_token * UNIT, v_head * UNIT
+    kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
+    vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     position = tl.load(positions + token).to(tl.int64)
@@ -140,7 +139,7 @@ def rope_kv_write_kernel(
             _store_pairs(row, a, b, known & (head < KV_HEADS), k_head, HALF, HALF_PAD, INTERLEAVED, 0, False)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, int, tuple[int, ...]]] = {}
+_plans: dict[tuple[object, ...], tuple[launch.Launch, int, tuple[int, ...]]] = launch.keeps({})
 _FP8 = (float8_e4m3fn, float8_e5m2)
 
 
@@ -148,12 +147,13 @@ def _plan(
     q: Tensor, k: Tensor, v: Tensor | None, cos_sin: Tensor, k_cache: Tensor | None, v_cache: Tensor | None,
     interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
 ) -> tuple[launch.Launch, int, tuple[int, ...]]:  # fmt: skip
-    """The bound launch, programs a token and strides for calls of this form."""
+    """The bound launch, programs a token and strides (in units) for calls of this form."""
     page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
     if k_cache is not None and v_cache is not None and v is not None:
         page, kc, vc = _paging(k_cache, v_cache)
         v_strides, v_head_dim = v.stride()[:2], v.shape[2]
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
+    unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
     on = pdl(q.get_device())
     q_heads, kv_heads = q.shape[1], k.shape[1]
     heads = min(HEADS, triton.next_power_of_2(max(q_heads, kv_heads)))
@@ -161,10 +161,9 @@ def _plan(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
         PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
         K_FP8=k_cache is not None and k_cache.dtype in _FP8, V_FP8=v_cache is not None and v_cache.dtype in _FP8,
-        K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), STRIDE16=all(s % 16 == 0 for s in strides),
-        HEADS=heads, PDL=on, num_warps=WARPS, launch_pdl=on,
+        K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit, HEADS=heads, PDL=on, num_warps=WARPS, launch_pdl=on,
     )  # fmt: skip
-    return bound, -(-q_heads // heads) + -(-kv_heads // heads), strides
+    return bound, -(-q_heads // heads) + -(-kv_heads // heads), tuple(s // unit for s in strides)
 
 
 def _paging(k_cache: Tensor, v_cache: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,153 @@
+"""What the compiler made of the kernels: registers, shared memory, spills, width of accesses. No GPU needed.
+
+An op's own launcher is run with its launches recorded instead of started; each is then compiled to a
+cubin for any architecture, and Triton's own ``cuobjdump`` reads it. `hal inspect` prints the rows.
+
+Example:
+    >>> from hal.backends.cuda import inspect                                     # doctest: +SKIP
+    >>> for row in inspect.op("get_last_loc", arch=90): print(row)                # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hal import launch, ops
+from hal._errors import HalError
+
+ARCHES = (80, 90, 100)
+Call = tuple[launch.Launch, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel."""
+
+    op: str
+    case: str
+    kernel: str
+    arch: int
+    registers: int
+    spills: int
+    """Bytes of stack and local memory."""
+    shared: int
+    widest: int
+    """Bits of the widest global load."""
+    static: dict[str, Any]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Launches inside are recorded, not started."""
+    calls: list[Call] = []
+
+    def record(self: launch.Launch, grid: Any, *args: Any) -> None:
+        calls.append((self, args))
+
+    launch.Launch.recorder = record
+    launch.forget()
+    try:
+        yield calls
+    finally:
+        launch.Launch.recorder = None
+        launch.forget()
+
+
+def compile_call(call: Call, arch: int) -> Any:
+    """The Triton kernel that `call` would start on compute capability `arch`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource, compile
+    from triton.runtime.jit import create_function_from_signature
+
+    bound, args = call
+    jit, target = bound.kernel.jit, GPUTarget("cuda", arch, 32)
+    on = arch >= 90
+    static = {**bound.static, **({"PDL": on, "launch_pdl": on} if "PDL" in bound.static else {})}
+    backend = CUDABackend(target)
+    binder = create_function_from_signature(jit.signature, jit.params, backend)
+    values, specialization, options = binder(*args, **static)
+    kwargs = {**static, "debug": False}
+    options, signature, constexprs, attrs = jit._pack_args(backend, kwargs, values, specialization, options)
+    return compile(ASTSource(jit, signature, constexprs, attrs), target=target, options=options.__dict__)
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, bytes of stack and local memory, bytes of shared memory) of a cubin's kernel."""
+    out = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", out)
+    if found is None:
+        raise HalError(f"hal: cuobjdump says nothing of registers:\n{out}")
+    registers, stack, shared, local = map(int, found.groups())
+    return registers, stack + local, shared
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code."""
+    return _tool("cuobjdump", "--dump-sass", cubin)
+
+
+def widest_load(text: str) -> int:
+    """Bits of the widest global load in machine code; 0 where there is none."""
+    widths = [0]
+    for line in re.findall(r"LDG\S*", text):
+        size = re.search(r"\.(128|64|U?16|U?8)(?:\.|$)", line + "")
+        widths.append(int(size.group(1).lstrip("US")) if size else 32)
+    return max(widths)
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run(
+            [getattr(knobs.nvidia, name).path, option, str(path)], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise HalError(f"hal: {name} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def calls(op: str, sample: Any) -> list[Call]:
+    """The launches of one sample of the contract."""
+    spec = ops.spec(op)
+    launcher: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
+    values = spec.make(**sample.params)
+    import inspect
+
+    parameters = inspect.signature(spec.reference).parameters.values()
+    with recorded() as found:
+        launcher(
+            *(values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY),
+            **{p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY},
+        )
+    return found
+
+
+def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
+    """A row for every different kernel that the contract's samples make the op start."""
+    seen = set()
+    for sample in ops.spec(name).samples:
+        if sample.large or only not in sample.name or (arch < 90 and "e4m3" in str(sample.params)):
+            continue
+        for call in calls(name, sample):
+            compiled = compile_call(call, arch)
+            if compiled.hash in seen:
+                continue
+            seen.add(compiled.hash)
+            cubin = compiled.asm["cubin"]
+            registers, spills, shared = resources(cubin)
+            yield Row(
+                name, sample.name, call[0].kernel.name, arch, registers, spills, shared,
+                widest_load(sass(cubin)), call[0].static,
+            )  # fmt: skip

@@ -1,0 +1,17 @@
+"""Kernels that do nothing, to time how they are started. Their integers are specialised, as most are."""
+
+import triton.language as tl
+
+from hal import launch
+
+
+@launch.jit
+def small(a, b, c, d, n, m, BLOCK: tl.constexpr):
+    pass
+
+
+@launch.jit
+def large(
+    a, b, c, d, e, f, g, h, i, j, n0, n1, n2, n3, n4, n5, n6, n7, n8, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pass

@@ -1,0 +1,79 @@
+"""Peers to measure against, as far as they are importable. Nothing of theirs is part of hal.
+
+SGLang's kernels import half of its server. Where that isn't installed (its wheel with ``--no-deps``),
+stand-ins for the few helpers they use are put in its place, so that the kernels alone load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def available() -> dict[str, str]:
+    """Peer -> version, of those that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("sglang", "apache-tvm-ffi", "flashinfer-python", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def sglang(module: str) -> Any:
+    """A module of SGLang's kernels, or None where SGLang isn't installed.
+
+    Args:
+        module: below ``sglang.kernels``, e.g. ``"ops.attention.rope"``.
+    """
+    if "sglang" not in sys.modules:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        _stand_ins(Path(next(iter(spec.submodule_search_locations))))
+    return importlib.import_module(f"sglang.kernels.{module}")
+
+
+def _stand_ins(root: Path) -> None:
+    class Setting:
+        def get(self) -> bool:
+            return True
+
+    class Settings:
+        def __getattr__(self, name: str) -> Setting:
+            return Setting()
+
+    def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
+        return fn if fn is not None else lambda f: f
+
+    def package(name: str, path: Path | None = None, **content: Any) -> None:
+        module = types.ModuleType(name)
+        module.__path__ = [str(path)] if path is not None else []
+        module.__dict__.update(content)
+        sys.modules[name] = module
+
+    import torch
+
+    def cuda_version() -> tuple[int, ...]:
+        return tuple(int(p) for p in str(torch.version.cuda).split("."))
+
+    flags = {
+        f"is_{d}": (lambda d=d: d == "cuda") for d in ("cpu", "cuda", "hip", "musa", "npu", "xpu")
+    }  # type: dict[str, Callable[[], bool]]
+    helpers = {**flags, "get_cuda_version": cuda_version, "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
+    package("sglang", root)
+    for below in ("kernels", "kernels.ops", *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir())):
+        package(f"sglang.{below}", root.joinpath(*below.split(".")))
+    package("sglang.srt")
+    package("sglang.srt.utils", **helpers)
+    package("sglang.srt.utils.common", **helpers)
+    package("sglang.srt.utils.custom_op", register_custom_op=same)
+    package("sglang.srt.environ", envs=Settings())
