@@ -1,13 +1,10 @@
 """assign_extend_cache_locs: the slots of all new tokens, request after request, in one flat tensor.
 
-Work is split by output: a program owns some chunks of `out`, whatever requests fall into them, so one
-long row is spread over the device as well as thousands of short ones. It scans the lengths up to its
-chunk, and from chunk to chunk goes on where it stopped; with the number of programs bounded, the cost is
-linear in the requests and in the output.
-
-Inside a chunk no request is searched for. Let ``end[j]`` be the running sum of lengths: the request
-of output o is the number of ends <= o, that is a histogram of the ends in the chunk, summed up; and o's
-run began at the last end <= o, a running maximum.
+Up to FEW requests, a program has a part of one request and sums the lengths of those before it. With more,
+a program has a group of requests: the lengths before it are added up lane by lane and reduced once, a tile of
+[requests, tokens] is copied at once, and what is longer than the tile is shared among the group's
+programs. The number of programs is bounded, and a program with several groups carries the sum on, so
+that the cost is linear in the requests and in the output.
 """
 
 import triton
@@ -18,79 +15,133 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
 
-BLOCK = 512
-REQUESTS = 512
+FEW = 256
+PART = 128
+"""Tokens of a request that a program copies at once."""
+GROUP = 32
+TILE = 64
+"""Tokens of each request of a group that are copied at once."""
+CHUNK = 1024
+"""Tokens of a longer request."""
+SUM = 2048
+"""Lengths added at once."""
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+def _lengths(starts, ends, j, bs, size):
+    """Clamped, so that no sum can wrap; as unsigned, the difference of any two int64 is right."""
+    start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
+    end = tl.load(ends + j, j < bs, other=0).to(tl.int64)
+    length = tl.where(end > start, (end - start).to(tl.uint64), 0)
+    return tl.minimum(length, size.to(tl.uint64)).to(tl.int64)
 
 
 @launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "chunks",
-    )
-)  # fmt: skip
-def assign_kernel(
+    do_not_specialize=("table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts")
+)
+def assign_few_kernel(
     table, requests, starts, ends, out,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, chunks: tl.int64,
-    PDL: tl.constexpr, BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
+    bs: tl.int32, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32,
+    PDL: tl.constexpr, FEW: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    programs = tl.num_programs(0)
-    per_program = (chunks + programs - 1) // programs
-    chunk = tl.program_id(0) * per_program
-    last = tl.minimum(chunk + per_program, chunks)
-    # The last block of requests that was looked at, and the tokens of all requests before it.
-    block = tl.zeros([], tl.int64)
-    before = tl.zeros([], tl.int64)
-    while chunk < last:
-        low = chunk * BLOCK
-        high = tl.minimum(low + BLOCK, size)
-        begun = tl.zeros([BLOCK], tl.int32)
-        first = block
-        run = before
-        at = block
-        total = before
-        while (at < bs) & (total < high):
-            j = at + tl.arange(0, REQUESTS)
-            start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
-            end = tl.load(ends + j, j < bs, other=0).to(tl.int64)
-            # As unsigned, the difference of any two int64 is right; clamped, no sum of them can wrap.
-            length = tl.where(end > start, (end - start).to(tl.uint64), 0)
-            length = tl.minimum(length, size.to(tl.uint64)).to(tl.int64)
-            ending = total + tl.cumsum(length, 0)
-            done = (ending <= low) & (j < bs)
-            first += tl.sum(done.to(tl.int64), 0)
-            run = tl.maximum(run, tl.max(tl.where(done, ending, 0), 0))
-            inside = (ending > low) & (ending < high) & (j < bs)
-            begun += tl.histogram(tl.where(inside, ending - low, 0).to(tl.int32), BLOCK, mask=inside)
-            block = at
-            before = total
-            total += tl.sum(length, 0)
-            at += REQUESTS
-        o = low + tl.arange(0, BLOCK)
-        request_at = first + tl.cumsum(begun, 0)
-        run_began = tl.associative_scan(tl.where(begun > 0, o, run), 0, _larger)
-        valid = (o < high) & (o < total)
-        request = tl.load(requests + request_at, valid, other=-1).to(tl.int64)
-        start = tl.load(starts + request_at, valid, other=0).to(tl.int64)
-        t = o - run_began
-        valid = valid & (request >= 0) & (request < rows) & (start >= -t) & (start < width - t)
-        column = tl.where(valid, start, 0) + tl.where(valid, t, 0)
-        slot = tl.load(table + tl.where(valid, request, 0) * stride + column, valid, other=-1)
-        tl.store(out + o, slot.to(out.dtype.element_ty), o < high)
-        chunk += 1
+    which = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    length = _lengths(starts, ends, which, bs, size)
+    start = tl.load(starts + which, which < bs, other=0).to(tl.int64)
+    request = tl.load(requests + which, which < bs, other=-1).to(tl.int64)
+    j = tl.arange(0, FEW)
+    before = tl.sum(_lengths(starts, ends, j, tl.minimum(bs, which), size), 0)
+    known = (request >= 0) & (request < rows)
+    row = table + tl.where(known, request, 0) * stride
+    for first in range((part * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
+        t = first + tl.arange(0, PART)
+        wanted = (t < length) & (before + t < size)
+        there = wanted & known & (start >= -t) & (start < width - t)
+        slot = tl.load(row + tl.where(there, start, 0) + tl.where(there, t, 0), there, other=-1)
+        tl.store(out + before + t, slot.to(out.dtype.element_ty), wanted)
+    if which >= bs - 1:
+        for first in range(before + length + part * PART, size, parts * PART):
+            o = first + tl.arange(0, PART)
+            tl.store(out + o, tl.full([PART], -1, out.dtype.element_ty), o < size)
 
 
-class _Launches(dict[int, tuple[launch.Launch, int]]):
-    def __missing__(self, device: int) -> tuple[launch.Launch, int]:
+@launch.jit(
+    do_not_specialize=(
+        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts",
+    )
+)  # fmt: skip
+def assign_many_kernel(
+    table, requests, starts, ends, out,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32,
+    PDL: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.program_id(0) % parts
+    programs = tl.num_programs(0) // parts
+    groups = tl.cdiv(bs, GROUP)
+    per_program = tl.cdiv(groups, programs)
+    group = tl.program_id(0) // parts * per_program
+    last = tl.minimum(group + per_program, groups)
+    r = tl.arange(0, GROUP)
+    longest = tl.zeros([GROUP], tl.int64)
+    for g in range(group, last):
+        longest = tl.maximum(longest, _lengths(starts, ends, g * GROUP + r, bs, size))
+    if (part == 0) | (tl.max(longest, 0) > TILE) | (last == groups):
+        lengths = tl.zeros([SUM], tl.int64)
+        for j in range(0, group * GROUP, SUM):
+            lengths += _lengths(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
+        before = tl.minimum(tl.sum(lengths, 0), size)
+        while group < last:
+            mine = group * GROUP + r
+            length = _lengths(starts, ends, mine, bs, size)
+            request = tl.load(requests + mine, mine < bs, other=-1).to(tl.int64)
+            start = tl.load(starts + mine, mine < bs, other=0).to(tl.int64)
+            begin = before + tl.cumsum(length, 0) - length
+            known = (request >= 0) & (request < rows)
+            row = tl.where(known, request, 0) * stride
+            if part == 0:
+                t = tl.arange(0, TILE)[None, :]
+                wanted = (t < length[:, None]) & (begin[:, None] + t < size)
+                there = wanted & known[:, None] & (start[:, None] >= -t) & (start[:, None] < width - t)
+                at = row[:, None] + tl.where(there, start[:, None], 0) + tl.where(there, t, 0)
+                slot = tl.load(table + at, there, other=-1)
+                tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), wanted)
+            if tl.max(length, 0) > TILE:
+                for i in range(0, GROUP):
+                    here = r == i
+                    size_i = tl.sum(tl.where(here, length, 0), 0)
+                    begin_i = tl.sum(tl.where(here, begin, 0), 0)
+                    start_i = tl.sum(tl.where(here, start, 0), 0)
+                    row_i = tl.sum(tl.where(here, row, 0), 0)
+                    known_i = tl.sum(tl.where(here, known.to(tl.int32), 0), 0) > 0
+                    for first in range((TILE + part * CHUNK).to(tl.int64), tl.minimum(size_i, size - begin_i), parts * CHUNK):
+                        u = first + tl.arange(0, CHUNK).to(tl.int64)
+                        wanted_i = (u < size_i) & (begin_i + u < size)
+                        there_i = wanted_i & known_i & (start_i >= -u) & (start_i < width - u)
+                        at_i = row_i + tl.where(there_i, start_i, 0) + tl.where(there_i, u, 0)
+                        slot_i = tl.load(table + at_i, there_i, other=-1)
+                        tl.store(out + begin_i + u, slot_i.to(out.dtype.element_ty), wanted_i)
+            before = tl.minimum(before + tl.sum(length, 0), size)
+            group += 1
+        if last == groups:
+            for first in range(before + part * CHUNK, size, parts * CHUNK):
+                o = first + tl.arange(0, CHUNK)
+                tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
+
+
+class _Launches(dict[int, tuple[launch.Launch, launch.Launch, int]]):
+    def __missing__(self, device: int) -> tuple[launch.Launch, launch.Launch, int]:
         on = pdl(device)
-        bound = assign_kernel.bind(PDL=on, BLOCK=BLOCK, REQUESTS=REQUESTS, num_warps=4, launch_pdl=on)
-        self[device] = bound, 4 * multiprocessors(device)
+        few = assign_few_kernel.bind(PDL=on, FEW=FEW, PART=PART, num_warps=4, launch_pdl=on)
+        many = assign_many_kernel.bind(
+            PDL=on, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK, SUM=SUM, num_warps=4, launch_pdl=on
+        )
+        self[device] = few, many, 2 * multiprocessors(device)
         return self[device]
 
 
@@ -100,16 +151,22 @@ _launches: _Launches = launch.keeps(_Launches())
 def assign_extend_cache_locs(
     req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, out: Tensor
 ) -> Tensor:
-    size = out.numel()
-    if size:
-        rows, width = req_to_token.shape
-        run, programs = _launches[out.get_device()]
-        chunks = (size + BLOCK - 1) // BLOCK
-        run.start(
-            (chunks if chunks < programs else programs, 1, 1),
-            req_to_token, req_pool_indices, start_offsets, end_offsets, out,
-            req_pool_indices.numel(), rows, width, req_to_token.stride(0), size, chunks,
-        )  # fmt: skip
+    size, bs = out.numel(), req_pool_indices.numel()
+    if not size:
+        return out
+    few, many, programs = _launches[out.get_device()]
+    rows, width = req_to_token.shape
+    if bs <= FEW:
+        run, groups = few, bs or 1
+        parts = min((size + PART - 1) // PART, programs // groups or 1)
+    else:
+        run, groups = many, min((bs + GROUP - 1) // GROUP, programs)
+        parts = min(programs // groups or 1, 8)
+    run.start(
+        (groups * parts, 1, 1),
+        req_to_token, req_pool_indices, start_offsets, end_offsets, out, bs, rows, width, req_to_token.stride(0),
+        size, parts,
+    )  # fmt: skip
     return out
 
 

@@ -1,7 +1,8 @@
 """rope_kv_write: rotate q and k in place, write k and v to the cache, in one kernel.
 
-A program has one token and HEADS heads of q, or of k and v. cos and sin are read once for all of them,
-and nothing that does not depend on the position waits for it. fp32 arithmetic, one rounding.
+A program has a tile of [tokens, heads] of q, or of k and v: many heads of a token where there are
+many, several tokens where there are few. cos and sin are read once for all heads of a token, and what doesn't
+depend on the position is asked for before it. fp32 arithmetic, one rounding.
 """
 
 import triton
@@ -12,7 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal import launch
 from hal.backends.cuda._device import pdl
 
-HEADS = 16
+Q_ROWS = 32
+"""Heads of q in a program: of one token, or of several."""
+KV_ROWS = 8
 WARPS = 4
 NONE, FLOAT, POINTER = 0, 1, 2
 
@@ -38,22 +41,21 @@ def _store(to, x, mask, scale, KIND: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x, cos, sin, INTERLEAVED: tl.constexpr):
-    """x: (first, second) of each pair."""
-    a, b = x
+def _rotated(a, b, cos, sin):
+    a, b = a.to(tl.float32), b.to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
 def _load_pairs(row, mask, HALF: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    i = tl.arange(0, HALF_PAD)[None, :]
     if INTERLEAVED:
         both = tl.arange(0, 2 * HALF_PAD)[None, :]
-        x = tl.load(row + both, mask & (both < 2 * HALF), other=0.0).to(tl.float32)
+        x = tl.load(row + both, mask & (both < 2 * HALF), other=0.0)
         a, b = tl.split(tl.reshape(x, (x.shape[0], HALF_PAD, 2)))
     else:
-        a = tl.load(row + i, mask & (i < HALF), other=0.0).to(tl.float32)
-        b = tl.load(row + HALF + i, mask & (i < HALF), other=0.0).to(tl.float32)
+        i = tl.arange(0, HALF_PAD)[None, :]
+        a = tl.load(row + i, mask & (i < HALF), other=0.0)
+        b = tl.load(row + HALF + i, mask & (i < HALF), other=0.0)
     return a, b
 
 
@@ -72,10 +74,19 @@ def _store_pairs(
         _store(row + HALF + i, b, mask & (i < HALF), scale, KIND, FP8)
 
 
+@triton.jit
+def _angles(cos_sin, position, known, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr):
+    i = tl.arange(0, HALF_PAD)[None, :]
+    angle = cos_sin + tl.where(known, position, 0) * ROTARY + i
+    cos = tl.load(angle, known & (i < ROTARY // 2), other=0.0).to(tl.float32)
+    sin = tl.load(angle + ROTARY // 2, known & (i < ROTARY // 2), other=0.0).to(tl.float32)
+    return cos, sin
+
+
 @launch.jit(
     do_not_specialize=(
         "positions", "slots", "k_scale", "v_scale", "q_token", "q_head", "k_token", "k_head", "v_token",
-        "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots",
+        "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots", "n",
     )
 )  # fmt: skip
 def rope_kv_write_kernel(
@@ -83,71 +94,109 @@ def rope_kv_write_kernel(
     q_token: tl.int64, q_head: tl.int64, k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
     kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
     vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64,
-    max_positions: tl.int64, num_slots: tl.int64,
+    max_positions: tl.int64, num_slots: tl.int64, n: tl.int32,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE: tl.constexpr,
     WRITE_K: tl.constexpr, K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr,
+    Q_TOKENS: tl.constexpr, Q_TILE: tl.constexpr, KV_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     HALF: tl.constexpr = ROTARY // 2
     HALF_PAD: tl.constexpr = triton.next_power_of_2(HALF)
-    Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    PARTS: tl.constexpr = Q_PARTS + (KV_HEADS + HEADS - 1) // HEADS
+    Q_PARTS: tl.constexpr = (Q_HEADS + Q_TILE - 1) // Q_TILE
+    KV_PARTS: tl.constexpr = (KV_HEADS + KV_TILE - 1) // KV_TILE
     # A product with a constant is how Triton learns that rows are aligned; it ignores hints on parameters.
     q_token, q_head, k_token, k_head = q_token * UNIT, q_head * UNIT, k_token * UNIT, k_head * UNIT
     v_token, v_head = v_token * UNIT, v_head * UNIT
     kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
     vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
-    token = (tl.program_id(0) // PARTS).to(tl.int64)
-    part = tl.program_id(0) % PARTS
-    position = tl.load(positions + token).to(tl.int64)
-    known = (position >= 0) & (position < max_positions)
-    i = tl.arange(0, HALF_PAD)[None, :]
-    angle = cos_sin + tl.where(known, position, 0) * ROTARY + i
-    cos = tl.load(angle, known & (i < HALF), other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, known & (i < HALF), other=0.0).to(tl.float32)
-    if part < Q_PARTS:
-        head = (part * HEADS + tl.arange(0, HEADS))[:, None]
-        row = q + token * q_token + head * q_head
-        a, b = _load_pairs(row, head < Q_HEADS, HALF, HALF_PAD, INTERLEAVED)
-        a, b = _rotated((a, b), cos, sin, INTERLEAVED)
-        _store_pairs(row, a, b, known & (head < Q_HEADS), q_head, HALF, HALF_PAD, INTERLEAVED, 0, False)
+    # Programs of k and v, which have more to do, go first. All tokens' loads stand before the first store: the
+    # compiler, which can't know that they don't alias, would leave them behind it.
+    program = tl.program_id(0)
+    kv_programs = tl.cdiv(n, KV_TOKENS) * KV_PARTS
+    if program >= kv_programs:
+        q_program = program - kv_programs
+        q_first = (q_program // Q_PARTS).to(tl.int64) * Q_TOKENS
+        q_heads = (q_program % Q_PARTS * Q_TILE + tl.arange(0, Q_TILE))[:, None]
+        q_loaded = ()
+        for i in tl.static_range(Q_TOKENS):
+            q_row = q + (q_first + i) * q_token + q_heads * q_head
+            q_mask = (q_first + i < n) & (q_heads < Q_HEADS)
+            q_pairs = _load_pairs(q_row, q_mask, HALF, HALF_PAD, INTERLEAVED)
+            q_position = tl.load(positions + q_first + i, q_first + i < n, other=-1).to(tl.int64)
+            q_loaded = q_loaded + ((q_row, q_mask, q_pairs, q_position),)
+        q_turned = ()
+        for i in tl.static_range(Q_TOKENS):
+            q_known = (q_loaded[i][3] >= 0) & (q_loaded[i][3] < max_positions)
+            q_angles = _angles(cos_sin, q_loaded[i][3], q_known, ROTARY, HALF_PAD)
+            q_turned = q_turned + ((q_angles[0], q_angles[1], q_known),)
+        for i in tl.static_range(Q_TOKENS):
+            c, d = _rotated(q_loaded[i][2][0], q_loaded[i][2][1], q_turned[i][0], q_turned[i][1])
+            _store_pairs(
+                q_loaded[i][0], c, d, q_turned[i][2] & q_loaded[i][1], q_head, HALF, HALF_PAD, INTERLEAVED, 0, False
+            )
     else:
-        head = ((part - Q_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
-        row = k + token * k_token + head * k_head
-        a, b = _load_pairs(row, head < KV_HEADS, HALF, HALF_PAD, INTERLEAVED)
-        a, b = _rotated((a, b), cos, sin, INTERLEAVED)
-        if CACHE:
-            slot = tl.load(slots + token).to(tl.int64)
-            written = known & (slot >= 0) & (slot < num_slots)
-            slot = tl.where(written, slot, 0)
-            to_k = k_cache + (slot // PAGE) * kc_page + (slot % PAGE) * kc_token + head * kc_head
-            to_v = v_cache + (slot // PAGE) * vc_page + (slot % PAGE) * vc_token + head * vc_head
-            mask = written & (head < KV_HEADS)
-            d = tl.arange(0, triton.next_power_of_2(V_HEAD_DIM))[None, :]
-            x = tl.load(v + token * v_token + head * v_head + d, mask & (d < V_HEAD_DIM))
-            _store_pairs(to_k, a, b, mask, k_scale, HALF, HALF_PAD, INTERLEAVED, K_KIND, K_FP8)
-            _store(to_v + d, x, mask & (d < V_HEAD_DIM), v_scale, V_KIND, V_FP8)
-            if ROTARY < HEAD_DIM:
-                d = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))[None, :]
-                x = tl.load(row + d, mask & (d < HEAD_DIM))
-                _store(to_k + d, x, mask & (d < HEAD_DIM), k_scale, K_KIND, K_FP8)
-        if WRITE_K:
-            _store_pairs(row, a, b, known & (head < KV_HEADS), k_head, HALF, HALF_PAD, INTERLEAVED, 0, False)
+        first = (program // KV_PARTS).to(tl.int64) * KV_TOKENS
+        head = (program % KV_PARTS * KV_TILE + tl.arange(0, KV_TILE))[:, None]
+        j = tl.arange(0, triton.next_power_of_2(V_HEAD_DIM))[None, :]
+        loaded = ()
+        for i in tl.static_range(KV_TOKENS):
+            row = k + (first + i) * k_token + head * k_head
+            mask = (first + i < n) & (head < KV_HEADS)
+            pairs = _load_pairs(row, mask, HALF, HALF_PAD, INTERLEAVED)
+            position = tl.load(positions + first + i, first + i < n, other=-1).to(tl.int64)
+            if CACHE:
+                x = tl.load(v + (first + i) * v_token + head * v_head + j, mask & (j < V_HEAD_DIM))
+                slot = tl.load(slots + first + i, first + i < n, other=-1).to(tl.int64)
+            else:
+                x = position
+                slot = position
+            loaded = loaded + ((row, mask, pairs, position, x, slot),)
+        turned = ()
+        for i in tl.static_range(KV_TOKENS):
+            known = (loaded[i][3] >= 0) & (loaded[i][3] < max_positions)
+            angles = _angles(cos_sin, loaded[i][3], known, ROTARY, HALF_PAD)
+            turned = turned + ((angles[0], angles[1], known),)
+        for i in tl.static_range(KV_TOKENS):
+            at, there, known = loaded[i][0], loaded[i][1], turned[i][2]
+            a, b = _rotated(loaded[i][2][0], loaded[i][2][1], turned[i][0], turned[i][1])
+            if CACHE:
+                slot = loaded[i][5]
+                written = known & (slot >= 0) & (slot < num_slots)
+                slot = tl.where(written, slot, 0)
+                written = written & there
+                to_k = k_cache + (slot // PAGE) * kc_page + (slot % PAGE) * kc_token + head * kc_head
+                to_v = v_cache + (slot // PAGE) * vc_page + (slot % PAGE) * vc_token + head * vc_head
+                _store_pairs(to_k, a, b, written, k_scale, HALF, HALF_PAD, INTERLEAVED, K_KIND, K_FP8)
+                _store(to_v + j, loaded[i][4], written & (j < V_HEAD_DIM), v_scale, V_KIND, V_FP8)
+                if ROTARY < HEAD_DIM:
+                    rest = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))[None, :]
+                    y = tl.load(at + rest, there & (rest < HEAD_DIM))
+                    _store(to_k + rest, y, written & (rest < HEAD_DIM), k_scale, K_KIND, K_FP8)
+            if WRITE_K:
+                _store_pairs(at, a, b, known & there, k_head, HALF, HALF_PAD, INTERLEAVED, 0, False)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, int, tuple[int, ...]]] = launch.keeps({})
+class _Plan:
+    """The bound launch for calls of one form, and what else they share."""
+
+    __slots__ = ("kv_parts", "kv_tokens", "q_parts", "q_tokens", "launch", "strides")
+
+    def programs(self, n: int) -> int:
+        return -(-n // self.kv_tokens) * self.kv_parts + -(-n // self.q_tokens) * self.q_parts
+
+
+_plans: dict[tuple[object, ...], _Plan] = launch.keeps({})
 _FP8 = (float8_e4m3fn, float8_e5m2)
 
 
 def _plan(
     q: Tensor, k: Tensor, v: Tensor | None, cos_sin: Tensor, k_cache: Tensor | None, v_cache: Tensor | None,
     interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> tuple[launch.Launch, int, tuple[int, ...]]:  # fmt: skip
-    """The bound launch, programs a token and strides (in units) for calls of this form."""
+) -> _Plan:  # fmt: skip
     page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
     if k_cache is not None and v_cache is not None and v is not None:
         page, kc, vc = _paging(k_cache, v_cache)
@@ -156,14 +205,21 @@ def _plan(
     unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
     on = pdl(q.get_device())
     q_heads, kv_heads = q.shape[1], k.shape[1]
-    heads = min(HEADS, triton.next_power_of_2(max(q_heads, kv_heads)))
-    bound = rope_kv_write_kernel.bind(
+    q_tile = min(Q_ROWS, triton.next_power_of_2(q_heads))
+    kv_tile = min(KV_ROWS, triton.next_power_of_2(kv_heads))
+    plan = _Plan()
+    plan.q_tokens, plan.q_parts = Q_ROWS // q_tile, -(-q_heads // q_tile)
+    plan.kv_tokens, plan.kv_parts = KV_ROWS // kv_tile, -(-kv_heads // kv_tile)
+    plan.strides = tuple(s // unit for s in strides)
+    plan.launch = rope_kv_write_kernel.bind(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
         PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
         K_FP8=k_cache is not None and k_cache.dtype in _FP8, V_FP8=v_cache is not None and v_cache.dtype in _FP8,
-        K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit, HEADS=heads, PDL=on, num_warps=WARPS, launch_pdl=on,
+        K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit,
+        Q_TOKENS=plan.q_tokens, Q_TILE=q_tile, KV_TOKENS=plan.kv_tokens, KV_TILE=kv_tile,
+        PDL=on, num_warps=WARPS, launch_pdl=on,
     )  # fmt: skip
-    return bound, -(-q_heads // heads) + -(-kv_heads // heads), tuple(s // unit for s in strides)
+    return plan
 
 
 def _paging(k_cache: Tensor, v_cache: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -209,13 +265,12 @@ def rope_kv_write(
         if len(_plans) >= 4096:
             _plans.clear()
         plan = _plans[key] = _plan(q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k)
-    run, parts, strides = plan
-    run.start(
-        (n * parts, 1, 1),
+    plan.launch.start(
+        (plan.programs(n), 1, 1),
         q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots,
         float(k_scale) if k_scale.__class__ is int else k_scale,
         float(v_scale) if v_scale.__class__ is int else v_scale,
-        *strides, max_positions, num_slots,
+        *plan.strides, max_positions, num_slots, n,
     )  # fmt: skip
 
 

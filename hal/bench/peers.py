@@ -43,14 +43,6 @@ def sglang(module: str) -> Any:
 
 
 def _stand_ins(root: Path) -> None:
-    class Setting:
-        def get(self) -> bool:
-            return True
-
-    class Settings:
-        def __getattr__(self, name: str) -> Setting:
-            return Setting()
-
     def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda f: f
 
@@ -72,8 +64,7 @@ def _stand_ins(root: Path) -> None:
     package("sglang", root)
     for below in ("kernels", "kernels.ops", *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir())):
         package(f"sglang.{below}", root.joinpath(*below.split(".")))
-    package("sglang.srt")
+    package("sglang.srt", root / "srt")
     package("sglang.srt.utils", **helpers)
     package("sglang.srt.utils.common", **helpers)
     package("sglang.srt.utils.custom_op", register_custom_op=same)
-    package("sglang.srt.environ", envs=Settings())
