@@ -44,9 +44,7 @@ def lane() -> str:
     """How kernels run in this process: ``device``, ``interpreter``, ``lowered``; or ``recorded`` (`hal inspect`)."""
     if Launch.recorder is not None:
         return "recorded"
-    if os.environ.get("HAL_LANE") == "lowered":
-        return "lowered"
-    return "interpreter" if _INTERPRET else "device"
+    return _LANE
 
 
 def status() -> str:
@@ -57,6 +55,7 @@ def status() -> str:
 
 
 _INTERPRET = bool(knobs.runtime.interpret)
+_LANE = "lowered" if os.environ.get("HAL_LANE") == "lowered" else "interpreter" if _INTERPRET else "device"
 _version = tuple(int(p) for p in triton.__version__.split(".")[:2])
 _why_not_prebound = (
     None
@@ -128,6 +127,7 @@ class Launch:
         self.args = [p for p in kernel.params if not p.constexpr]
         self.compiled: dict[Any, _Bound] = {}
         self._patterns: dict[str, Callable[..., None]] = {}
+        self._keys: dict[str, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.start: Callable[..., None] = self._first
         mode = lane()
@@ -148,13 +148,7 @@ class Launch:
 
     def _first(self, grid: Grid, *args: Any) -> None:
         """The first call, or one whose arguments are of other kinds than the last: pick the matching fast path."""
-        pattern = "".join(map(_kind, self.args, args))
-        if len(pattern) != len(self.args):
-            raise TypeError(f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given")
-        fast = self._patterns.get(pattern)
-        if fast is None:
-            fast = self._patterns[pattern] = _generate(self, pattern)
-        self.start = fast
+        self.start = fast = self._patterns[self._pattern(args)]
         fast(grid, *args)
 
     def triton_launch(self, grid: Grid, *args: Any) -> None:
@@ -162,6 +156,22 @@ class Launch:
         device = self._device(args)
         with torch.cuda.device(device):
             self.kernel.jit[grid](*args, **self.static)
+
+    def prepare(self, *args: Any) -> None:
+        """Compile, if need be, what a call with such arguments would start; starts nothing."""
+        if lane() != "device":
+            return
+        pattern = self._pattern(args)
+        self.start = self._patterns[pattern]
+        self._compiled(self._keys[pattern](*args), args, self._device(args))
+
+    def _pattern(self, args: Sequence[Any]) -> str:
+        pattern = "".join(map(_kind, self.args, args))
+        if len(args) != len(self.args):
+            raise TypeError(f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given")
+        if pattern not in self._patterns:
+            self._patterns[pattern], self._keys[pattern] = _generate(self, pattern)
+        return pattern
 
     def _device(self, args: Sequence[Any]) -> int:
         device: int | None = None
@@ -178,21 +188,27 @@ class Launch:
     def miss(self, key: Any, grid: Grid, args: Sequence[Any]) -> None:
         """Not compiled yet (or a tensor is on another device than the first): check, compile, launch."""
         device = self._device(args)
-        if torch.cuda.is_current_stream_capturing():
-            raise HalError(
-                f"hal: kernel {self.kernel.name} would be compiled during graph capture; "
-                "run the op once before, or call hal.warmup"
-            )
-        with self._lock, torch.cuda.device(device):
-            bound = self.compiled.get(key)
-            if bound is None:
-                bound = self.compiled[key] = _compile(self, args)
+        bound = self._compiled(key, args, device)
         if bound.triton:
             self.triton_launch(grid, *args)
             return
         with torch.cuda.device(device):
             pointers = [a.data_ptr() if hasattr(a, "data_ptr") else a for a in args]
             bound.launch(*_grid3(grid), _stream(device), *bound.head, *_place(self, pointers))
+
+    def _compiled(self, key: Any, args: Sequence[Any], device: int) -> _Bound:
+        found = self.compiled.get(key)
+        if found is not None:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            raise HalError(
+                f"hal: kernel {self.kernel.name} would be compiled during graph capture; "
+                "run the op once before, or call hal.warmup"
+            )
+        with self._lock, torch.cuda.device(device):
+            if key not in self.compiled:
+                self.compiled[key] = _compile(self, args)
+            return self.compiled[key]
 
 
 class _Bound:
@@ -269,8 +285,8 @@ def _kind(param: _Param, value: Any) -> str:
     return "a" if param.typed and kind == "i" else kind
 
 
-def _generate(launch: Launch, pattern: str) -> Callable[..., None]:
-    """The fast path for one pattern of argument kinds, as straight-line source.
+def _generate(launch: Launch, pattern: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """The fast path for one pattern of argument kinds, and its key alone, as straight-line source.
 
     Kinds are guarded, not keyed: an argument of another kind raises TypeError or AttributeError in the
     first block, before anything is launched, and the call starts over at `Launch._first`.
@@ -305,10 +321,15 @@ def _generate(launch: Launch, pattern: str) -> Callable[..., None]:
     dev = f"a{tensors[0]}.get_device()" if tensors else "current_device()"
     same = "".join(f" or a{i}.get_device() != dev" for i in tensors[1:])
     args = _place(launch, [f"p{i}" if c == "t" else names[i] for i, c in enumerate(pattern)])
+    pointers = "; ".join(g for g in guard if not g.startswith("if")) or "pass"
     body = f"""
+def key_of({", ".join(names)}):
+    {pointers}
+    return ({dev}, {", ".join(key)})
+
 def fast(grid, {", ".join(names)}):
     try:
-        {"; ".join(g for g in guard if not g.startswith("if")) or "pass"}
+        {pointers}
         {(chr(10) + "        ").join(g for g in guard if g.startswith("if")) or "pass"}
         dev = {dev}
     except (TypeError, AttributeError):
@@ -336,8 +357,7 @@ def fast(grid, {", ".join(names)}):
         "many": torch.cuda.device_count() > 1, "globals_": _used_globals(launch.kernel), "changed": _changed,
     }  # fmt: skip
     exec(body, space)
-    fast: Callable[..., None] = space["fast"]
-    return fast
+    return space["fast"], space["key_of"]
 
 
 def forget() -> None:

@@ -4,8 +4,6 @@ A row is one (token, layer, half) or, in page_head, one head of it. Tiles of row
 rows of a tile follow the host side's order, so that what goes over the bus is as consecutive as it can be.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ from hal._errors import HalError
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.kvpool import KVPool, Plane
 
-TILE_BYTES = 32768
-WARPS = 8
-STREAM_PROGRAMS = 16
+TILE_BYTES = 65536
+WARPS = 16
+STREAM_PROGRAMS = 8
 """Programs, so multiprocessors at most, that a transfer over the bus occupies."""
 UNIT_INNER, PAIR_INNER, CHUNK_OUTER = 0, 1, 2
 
@@ -86,96 +84,99 @@ def upload(slots: Tensor, device: torch.device) -> Tensor:
 def rows(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device, count: int
 ) -> None:
-    planes(src.planes(), dst.planes(), src.page_size, dst.page_size, src.num_slots, dst.num_slots,
-           src_slots, dst_slots, layers, src.num_layers, device, count)  # fmt: skip
+    """Copy between pools, by `count` programs at most."""
+    plan(src.planes(), dst.planes(), src.page_size, dst.page_size, device).run(
+        src_slots, dst_slots, src.num_slots, dst.num_slots, layers, src.num_layers, count
+    )
 
 
-def planes(
-    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, src_size: int, dst_size: int,
-    src_slots: Tensor, dst_slots: Tensor, layers: range, num_layers: int, device: torch.device, count: int,
-) -> None:  # fmt: skip
-    """Copy between descriptions. Both halves in one launch where they have the same strides."""
-    alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
-    groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
-    n = src_slots.numel()
-    for a, b in groups:
-        chunks = max(a[0].chunks, b[0].chunks)
-        most = max(1, (2**31 - 2**20) // (len(a) * len(layers) * chunks))
-        for i in range(0, n, most):
-            part = slice(i, i + most)
-            one = n <= most
-            _launch(
-                a, b, src_page, dst_page, src_size, dst_size, src_slots if one else src_slots[part],
-                dst_slots if one else dst_slots[part], layers, num_layers, device, count,
-            )  # fmt: skip
+class Plan:
+    """A copy between two descriptions: everything but the slots, decided once."""
+
+    def __init__(
+        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+    ) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise HalError(
+                "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
+                "or call hal.warmup"
+            )
+        self.planes = src, dst
+        self.device = device
+        alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
+        groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
+        self.groups = [_Group(a, b, src_page, dst_page, device) for a, b in groups if a[0].row_bytes]
+
+    def run(
+        self, src_slots: Tensor, dst_slots: Tensor, src_size: int, dst_size: int, layers: range, num_layers: int,
+        count: int,
+    ) -> None:  # fmt: skip
+        n, first, number = src_slots.numel(), layers.start, len(layers)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _in_graphs.add(self)
+        for g in self.groups:
+            units = g.halves * number
+            most = (2**31 - 2**20) // (units * g.chunks)
+            for i in range(0, n, most):
+                a, b = (src_slots, dst_slots) if n <= most else (src_slots[i : i + most], dst_slots[i : i + most])
+                tiles = -(-a.numel() * units * g.chunks // g.rows)
+                g.launch.start(
+                    (tiles if tiles < count else count, 1, 1), a, b, g.src_bases, g.dst_bases, a.numel(), units,
+                    first, number, num_layers, src_size, dst_size, *g.strides,
+                )  # fmt: skip
+
+
+class _Group:
+    """Halves (k and v) that one launch copies."""
+
+    def __init__(
+        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+    ) -> None:
+        a, b = src[0], dst[0]
+        self.halves = len(src)
+        self.chunks, chunk_bytes = max((a.chunks, a.chunk_bytes), (b.chunks, b.chunk_bytes))
+        strides, pages, align = [], [], 16
+        for p, page in ((a, src_page), (b, dst_page)):
+            seamless = p.page_stride == page * p.token_stride
+            pages.append(1 if seamless else page)
+            chunk = p.chunk_stride if p.chunks == self.chunks else chunk_bytes
+            strides += [p.token_stride if seamless else p.page_stride, p.token_stride, chunk]
+        for number in (chunk_bytes, *strides, *(base for p in (*src, *dst) for base in p.bases)):
+            align = min(align, number & -number) if number else align
+        self.strides = tuple(strides)
+        word = min(align, 8)
+        words = chunk_bytes // word
+        together = any(len(p.bases) > 1 and abs(p.bases[1] - p.bases[0]) < p.token_stride for p in (a, b))
+        on = pdl(device.index if device.index is not None else -1)
+        self.rows = max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word)))
+        self.launch = copy_rows_kernel.bind(
+            SRC_PAGE=pages[0], DST_PAGE=pages[1], CHUNKS=self.chunks, WORDS=words,
+            WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], ALIGN=align,
+            ORDER=CHUNK_OUTER if self.chunks > 1 else UNIT_INNER if together else PAIR_INNER,
+            ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
+        )  # fmt: skip
+        self.src_bases, self.dst_bases = (
+            torch.tensor([base for p in side for base in p.bases], dtype=torch.int64).to(device) for side in (src, dst)
+        )
+
+
+_plans: dict[tuple[Any, ...], Plan] = launch.keeps({})
+_in_graphs: set[Plan] = set()
+"""A graph that is replayed reads the plan's tables: those must outlive the cache."""
+
+
+def plan(
+    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+) -> Plan:
+    """Kept by the identity of the descriptions, which it holds, so that none can come again for another."""
+    key = (id(src), id(dst), src_page, dst_page, device)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= 256:
+            _plans.clear()
+        found = _plans[key] = Plan(src, dst, src_page, dst_page, device)
+    return found
 
 
 def _strides(p: Plane) -> tuple[int, ...]:
     return p.page_stride, p.token_stride, p.chunks, p.chunk_stride, p.chunk_bytes
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Everything about a copy that only the two descriptions decide."""
-
-    static: dict[str, Any]
-    src_bases: Tensor
-    dst_bases: Tensor
-    src: tuple[int, int, int]
-    """Strides of a page, a token, a chunk."""
-    dst: tuple[int, int, int]
-
-
-@lru_cache(maxsize=256)
-def _plan(
-    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
-) -> _Plan | None:
-    """Kept by content, addresses included, so never stale. None: the rows have no bytes."""
-    a, b = src[0], dst[0]
-    chunks, chunk_bytes = max((a.chunks, a.chunk_bytes), (b.chunks, b.chunk_bytes))
-    if chunk_bytes == 0:
-        return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise HalError(
-            "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
-            "or call hal.warmup"
-        )
-    sides, pages, align = [], [], 16
-    for p, page in ((a, src_page), (b, dst_page)):
-        seamless = p.page_stride == page * p.token_stride
-        pages.append(1 if seamless else page)
-        chunk = p.chunk_stride if p.chunks == chunks else chunk_bytes
-        sides.append((p.token_stride if seamless else p.page_stride, p.token_stride, chunk))
-    for number in (chunk_bytes, *sides[0], *sides[1], *(base for p in (*src, *dst) for base in p.bases)):
-        align = min(align, number & -number) if number else align
-    word = min(align, 8)
-    words = chunk_bytes // word
-    together = any(len(p.bases) > 1 and abs(p.bases[1] - p.bases[0]) < p.token_stride for p in (a, b))
-    on = pdl(device.index if device.index is not None else -1)
-    static = {
-        "SRC_PAGE": pages[0], "DST_PAGE": pages[1], "CHUNKS": chunks, "WORDS": words,
-        "WORD": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], "ALIGN": align,
-        "ORDER": CHUNK_OUTER if chunks > 1 else UNIT_INNER if together else PAIR_INNER,
-        "ROWS": max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word))),
-        "PDL": on, "num_warps": WARPS, "launch_pdl": on,
-    }  # fmt: skip
-    src_bases, dst_bases = (
-        torch.tensor([base for p in side for base in p.bases], dtype=torch.int64).to(device) for side in (src, dst)
-    )
-    return _Plan(static, src_bases, dst_bases, sides[0], sides[1])
-
-
-def _launch(
-    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, src_size: int, dst_size: int,
-    src_slots: Tensor, dst_slots: Tensor, layers: range, num_layers: int, device: torch.device, count: int,
-) -> None:  # fmt: skip
-    plan = _plan(src, dst, src_page, dst_page, device)
-    if plan is None:
-        return
-    units = len(src) * len(layers)
-    total = src_slots.numel() * units * plan.static["CHUNKS"]
-    copy_rows_kernel.bind(**plan.static)(
-        (min(count, -(-total // plan.static["ROWS"])), 1, 1),
-        src_slots, dst_slots, plan.src_bases, plan.dst_bases, src_slots.numel(), units, layers.start, len(layers),
-        num_layers, src_size, dst_size, *plan.src, *plan.dst,
-    )  # fmt: skip

@@ -22,7 +22,7 @@ from hal.backends.cuda import _copy, _engine
 from hal.backends.cuda._device import multiprocessors
 from hal.kvpool import KVPool, Plane
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 32 << 20
 """Of one staging buffer. Long enough to hide the engine's start, short enough for the first gather."""
 
 
@@ -124,8 +124,37 @@ def runs(slots: Any, tokens: int) -> tuple[Any, Any]:
     return at * tokens, np.diff(np.append(at, len(first))) * tokens
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """One staging buffer laid out as a piece of a host pool: granules one after the other."""
+
+    planes: tuple[Plane, ...]
+    bases: tuple[int, ...]
+
+
+_stages: dict[tuple[Any, ...], tuple[_Stage, _Stage]] = {}
+
+
+def _stage(host: KVPool, b: _Buffers, per_chunk: int) -> tuple[_Stage, _Stage]:
+    key = (host.planes(), b.memory.data_ptr(), per_chunk)
+    found = _stages.get(key)
+    if found is None:
+        two = []
+        for buffer in b.memory:
+            at, bases, planes = buffer.data_ptr(), [], []
+            for p in host.planes():
+                bases.append(at)
+                planes.append(replace(p, bases=tuple(at + base - p.bases[0] for base in p.bases)))
+                at += -(-per_chunk * host.num_layers * p.row_bytes // 256) * 256
+            two.append(_Stage(tuple(planes), tuple(bases)))
+        if len(_stages) >= 64:
+            _stages.clear()
+        found = _stages[key] = two[0], two[1]
+    return found
+
+
 def _pieces(host: KVPool, tokens: int, slots: Any, bases: tuple[int, ...], out: bool) -> _engine.Runs:
-    """The copies between staging (granules one after the other) and the host's runs."""
+    """The copies between staging and the host's runs."""
     at, count = runs(slots, tokens)
     to, frm, size = [], [], []
     for p, base in zip(host.planes(), bases, strict=True):
@@ -139,54 +168,42 @@ def _pieces(host: KVPool, tokens: int, slots: Any, bases: tuple[int, ...], out: 
 
 def transfer(src: KVPool, dst: KVPool, s: Any, d: Any, device: torch.device) -> None:
     """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
-    out = dst.device.type == "cpu" and (device.type == "cuda" or src.device.type == dst.device.type)
+    out = dst.device.type == "cpu"
     host, pool = (dst, src) if out else (src, dst)
-    tokens = granule(host)
-    token_bytes = [host.num_layers * p.row_bytes for p in host.planes()]
-    per_chunk = (CHUNK_BYTES - 512) // sum(token_bytes) // tokens * tokens
+    tokens, layers = granule(host), range(host.num_layers)
+    token_bytes = host.num_layers * sum(p.row_bytes for p in host.planes())
+    per_chunk = (CHUNK_BYTES - 512) // token_bytes // tokens * tokens
     b, now = buffers(device), _current(device)
+    engine = b.stream.cuda_stream if b.stream is not None else 0
     host_slots, pool_slots = (d, s) if out else (s, d)
-    packed = np.stack([np.arange(len(s)) % per_chunk, pool_slots])
-    uploaded = _copy.upload(torch.from_numpy(packed), device)
-    everything = range(host.num_layers)
+    uploaded = _copy.upload(torch.from_numpy(np.stack([np.arange(len(s)) % per_chunk, pool_slots])), device)
     grid = 4 * multiprocessors(device.index if device.index is not None else -1)
-    if device.type == "cuda":
+    if b.stream is not None:
         b.stream.wait_stream(now)
     for i, begin in enumerate(range(0, len(s), per_chunk)):
         part = slice(begin, begin + per_chunk)
-        buffer = i % 2
-        bases, stage = [], []
-        at = b.memory[buffer].data_ptr()
-        for p, size in zip(host.planes(), token_bytes, strict=True):
-            bases.append(at)
-            stage.append(replace(p, bases=tuple(at + base - p.bases[0] for base in p.bases)))
-            at += -(-per_chunk * size // 256) * 256
-        pieces = _pieces(host, tokens, host_slots[part], tuple(bases), out)
-        staged = tuple(stage), host.page_size, per_chunk, uploaded[0, part]
-        pooled = pool.planes(), pool.page_size, pool.num_slots, uploaded[1, part]
+        buffer, stage = i % 2, _stage(host, b, per_chunk)[i % 2]
+        here, there = uploaded[0, part], uploaded[1, part]
         if out:
             _wait(now, b.free[buffer])
-            _gather(pooled, staged, everything, device, grid)
+            _copy.plan(pool.planes(), stage.planes, pool.page_size, host.page_size, device).run(
+                there, here, pool.num_slots, per_chunk, layers, len(layers), grid
+            )
             b.full[buffer].record(now)
             _wait(b.stream, b.full[buffer])
-            _engine.copy(pieces, b.stream.cuda_stream if b.stream is not None else 0)
+            _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
             b.free[buffer].record(b.stream)
         else:
             _wait(b.stream, b.free[buffer])
-            _engine.copy(pieces, b.stream.cuda_stream if b.stream is not None else 0)
+            _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
             b.full[buffer].record(b.stream)
             _wait(now, b.full[buffer])
-            _gather(staged, pooled, everything, device, grid)
+            _copy.plan(stage.planes, pool.planes(), host.page_size, pool.page_size, device).run(
+                here, there, per_chunk, pool.num_slots, layers, len(layers), grid
+            )
             b.free[buffer].record(now)
-    if device.type == "cuda":
+    if b.stream is not None:
         now.wait_stream(b.stream)
-
-
-_Side = tuple[tuple[Plane, ...], int, int, Tensor]
-
-
-def _gather(a: _Side, b: _Side, layers: range, device: torch.device, grid: int) -> None:
-    _copy.planes(a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3], layers, len(layers), device, grid)
 
 
 # --- which method -----------------------------------------------------------------------------------

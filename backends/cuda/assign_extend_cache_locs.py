@@ -19,11 +19,12 @@ FEW = 256
 PART = 128
 """Tokens of a request that a program copies at once."""
 GROUP = 32
-TILE = 64
-"""Tokens of each request of a group that are copied at once."""
+TILE = 16
+"""Tokens of each request of a group that are copied at once, up to SPAN of them."""
+SPAN = 128
 CHUNK = 1024
-"""Tokens of a longer request."""
-SUM = 2048
+"""Tokens of a longer request that are copied at once."""
+SUM = 1024
 """Lengths added at once."""
 
 
@@ -34,6 +35,21 @@ def _lengths(starts, ends, j, bs, size):
     end = tl.load(ends + j, j < bs, other=0).to(tl.int64)
     length = tl.where(end > start, (end - start).to(tl.uint64), 0)
     return tl.minimum(length, size.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _copy(table, row, known, start, t, wanted, out, to, width):
+    """out[to + t] = table row[start + t], -1 outside the table; where wanted."""
+    column = start + t
+    slot = tl.load(table + row + column, wanted & known & (column >= 0) & (column < width), other=-1)
+    tl.store(out + to + t, slot.to(out.dtype.element_ty), wanted)
+
+
+@triton.jit
+def _starts(starts, j, bs, size, width):
+    """Clamped to where adding a token's number can't wrap; what was outside the table stays outside."""
+    start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(start, -size), width)
 
 
 @launch.jit(
@@ -50,18 +66,15 @@ def assign_few_kernel(
     which = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     length = _lengths(starts, ends, which, bs, size)
-    start = tl.load(starts + which, which < bs, other=0).to(tl.int64)
+    start = _starts(starts, which, bs, size, width)
     request = tl.load(requests + which, which < bs, other=-1).to(tl.int64)
     j = tl.arange(0, FEW)
     before = tl.sum(_lengths(starts, ends, j, tl.minimum(bs, which), size), 0)
     known = (request >= 0) & (request < rows)
-    row = table + tl.where(known, request, 0) * stride
+    row = tl.where(known, request, 0) * stride
     for first in range((part * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
         t = first + tl.arange(0, PART)
-        wanted = (t < length) & (before + t < size)
-        there = wanted & known & (start >= -t) & (start < width - t)
-        slot = tl.load(row + tl.where(there, start, 0) + tl.where(there, t, 0), there, other=-1)
-        tl.store(out + before + t, slot.to(out.dtype.element_ty), wanted)
+        _copy(table, row, known, start, t, (t < length) & (before + t < size), out, before, width)
     if which >= bs - 1:
         for first in range(before + length + part * PART, size, parts * PART):
             o = first + tl.arange(0, PART)
@@ -76,7 +89,8 @@ def assign_few_kernel(
 def assign_many_kernel(
     table, requests, starts, ends, out,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32,
-    PDL: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SUM: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -88,10 +102,13 @@ def assign_many_kernel(
     group = tl.program_id(0) // parts * per_program
     last = tl.minimum(group + per_program, groups)
     r = tl.arange(0, GROUP)
-    longest = tl.zeros([GROUP], tl.int64)
-    for g in range(group, last):
-        longest = tl.maximum(longest, _lengths(starts, ends, g * GROUP + r, bs, size))
-    if (part == 0) | (tl.max(longest, 0) > TILE) | (last == groups):
+    work = (part == 0) | (last == groups)
+    if work == 0:
+        longest = tl.zeros([GROUP], tl.int64)
+        for g in range(group, last):
+            longest = tl.maximum(longest, _lengths(starts, ends, g * GROUP + r, bs, size))
+        work = tl.max(longest, 0) > SPAN
+    if work:
         lengths = tl.zeros([SUM], tl.int64)
         for j in range(0, group * GROUP, SUM):
             lengths += _lengths(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
@@ -100,32 +117,30 @@ def assign_many_kernel(
             mine = group * GROUP + r
             length = _lengths(starts, ends, mine, bs, size)
             request = tl.load(requests + mine, mine < bs, other=-1).to(tl.int64)
-            start = tl.load(starts + mine, mine < bs, other=0).to(tl.int64)
+            start = _starts(starts, mine, bs, size, width)
             begin = before + tl.cumsum(length, 0) - length
             known = (request >= 0) & (request < rows)
             row = tl.where(known, request, 0) * stride
+            most = tl.max(length, 0)
             if part == 0:
-                t = tl.arange(0, TILE)[None, :]
-                wanted = (t < length[:, None]) & (begin[:, None] + t < size)
-                there = wanted & known[:, None] & (start[:, None] >= -t) & (start[:, None] < width - t)
-                at = row[:, None] + tl.where(there, start[:, None], 0) + tl.where(there, t, 0)
-                slot = tl.load(table + at, there, other=-1)
-                tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), wanted)
-            if tl.max(length, 0) > TILE:
+                for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
+                    t = first + tl.arange(0, TILE)[None, :]
+                    wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
+                    _copy(
+                        table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width
+                    )
+            if most > SPAN:
                 for i in range(0, GROUP):
                     here = r == i
-                    size_i = tl.sum(tl.where(here, length, 0), 0)
+                    length_i = tl.sum(tl.where(here, length, 0), 0)
                     begin_i = tl.sum(tl.where(here, begin, 0), 0)
                     start_i = tl.sum(tl.where(here, start, 0), 0)
                     row_i = tl.sum(tl.where(here, row, 0), 0)
-                    known_i = tl.sum(tl.where(here, known.to(tl.int32), 0), 0) > 0
-                    for first in range((TILE + part * CHUNK).to(tl.int64), tl.minimum(size_i, size - begin_i), parts * CHUNK):
-                        u = first + tl.arange(0, CHUNK).to(tl.int64)
-                        wanted_i = (u < size_i) & (begin_i + u < size)
-                        there_i = wanted_i & known_i & (start_i >= -u) & (start_i < width - u)
-                        at_i = row_i + tl.where(there_i, start_i, 0) + tl.where(there_i, u, 0)
-                        slot_i = tl.load(table + at_i, there_i, other=-1)
-                        tl.store(out + begin_i + u, slot_i.to(out.dtype.element_ty), wanted_i)
+                    known_i = tl.sum((here & known).to(tl.int32), 0) > 0
+                    length_i = tl.minimum(length_i, size - begin_i)
+                    for first in range((SPAN + part * CHUNK).to(tl.int64), length_i, parts * CHUNK):
+                        u = first + tl.arange(0, CHUNK)
+                        _copy(table, row_i, known_i, start_i, u, u < length_i, out, begin_i, width)
             before = tl.minimum(before + tl.sum(length, 0), size)
             group += 1
         if last == groups:
@@ -139,7 +154,7 @@ class _Launches(dict[int, tuple[launch.Launch, launch.Launch, int]]):
         on = pdl(device)
         few = assign_few_kernel.bind(PDL=on, FEW=FEW, PART=PART, num_warps=4, launch_pdl=on)
         many = assign_many_kernel.bind(
-            PDL=on, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK, SUM=SUM, num_warps=4, launch_pdl=on
+            PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=SUM, num_warps=4, launch_pdl=on
         )
         self[device] = few, many, 2 * multiprocessors(device)
         return self[device]
