@@ -26,13 +26,15 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
-from triton import knobs
 
 from hal._errors import ArgumentError, HalError
+
+# triton-ascend 3.2 is of an age before `triton.knobs`; no path that it takes needs them.
+knobs: Any = getattr(triton, "knobs", None)
 
 TESTED = ((3, 6), (3, 7))
 """Triton versions [first, last) whose C launcher this file knows how to call."""
@@ -54,7 +56,7 @@ def status() -> str:
     return _why_not_prebound or "prebound"
 
 
-_INTERPRET = bool(knobs.runtime.interpret)
+_INTERPRET = bool(knobs.runtime.interpret) if knobs else os.environ.get("TRITON_INTERPRET") == "1"
 _LANE = "lowered" if os.environ.get("HAL_LANE") == "lowered" else "interpreter" if _INTERPRET else "device"
 _version = tuple(int(p) for p in triton.__version__.split(".")[:2])
 _why_not_prebound = (
@@ -68,6 +70,10 @@ if _INTERPRET:
     _interpreter.install()
 
 
+@overload
+def jit(fn: Callable[..., Any]) -> Kernel: ...
+@overload
+def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(
     fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
@@ -135,6 +141,8 @@ class Launch:
             self.start = self.recorder
         elif mode != "device":
             self.start = self._interpret if mode == "interpreter" else self._lower
+        elif knobs is None:
+            self.start = self._own
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self.start(grid, *args)
@@ -145,6 +153,10 @@ class Launch:
     def _lower(self, grid: Grid, *args: Any) -> None:
         lowered = importlib.import_module("hal.lowered")
         lowered.run(self.kernel.jit, grid, args, self.constexprs, self.options)
+
+    def _own(self, grid: Grid, *args: Any) -> None:
+        """triton-ascend's own launch, on the current NPU stream."""
+        self.kernel.jit[grid](*args, **self.static)
 
     def _first(self, grid: Grid, *args: Any) -> None:
         """The first call, or one whose arguments are of other kinds than the last: pick the matching fast path."""
@@ -159,7 +171,9 @@ class Launch:
 
     def prepare(self, *args: Any) -> None:
         """Compile, if need be, what a call with such arguments would start; starts nothing."""
-        if lane() != "device":
+        if self.recorder is not None:
+            self.recorder((1, 1, 1), *args)
+        if lane() != "device" or knobs is None:
             return
         pattern = self._pattern(args)
         self.start = self._patterns[pattern]
@@ -325,7 +339,7 @@ def _generate(launch: Launch, pattern: str) -> tuple[Callable[..., None], Callab
     body = f"""
 def key_of({", ".join(names)}):
     {pointers}
-    return ({dev}, {", ".join(key)})
+    return ("{pattern}", {dev}, {", ".join(key)})
 
 def fast(grid, {", ".join(names)}):
     try:
@@ -339,7 +353,7 @@ def fast(grid, {", ".join(names)}):
         or leave.calls or runtime.debug or compilation.instrumentation_mode or pre_run
     ):
         return triton_launch(grid, {", ".join(names)})
-    key = (dev, {", ".join(key)})
+    key = ("{pattern}", dev, {", ".join(key)})
     hit = cache.get(key)
     if hit is None or hit.triton{same} or (many and dev != current_device()):
         return miss(key, grid, ({", ".join(names)},))

@@ -1,6 +1,8 @@
 """The manifest of `cuda`: Triton kernels. Data alone; nothing here imports torch or triton."""
 
-from hal.registry import Backend, hookimpl
+from hal.registry import Backend, Impl, hookimpl
+
+_HERE = "hal.backends.cuda"
 
 
 @hookimpl
@@ -8,7 +10,20 @@ def hal_backend() -> Backend:
     return Backend(
         name="cuda",
         lanes={"device": ("cuda",), "interpreter": ("cpu",)},
-        ops={},
+        ops={
+            op: Impl(f"{_HERE}.{op}:{op}", supports=f"{_HERE}.{op}:supports", graph_safe=True, deterministic=exact)
+            for op, exact in (
+                ("get_last_loc", True), ("assign_extend_cache_locs", True), ("rope_kv_write", False), ("kv_transfer", False),
+            )
+        },
         requires=("triton>=3.6,<3.7",),
         extra="cuda",
-    )
+        probe={"device": f"{_HERE}.warmup:device", "interpreter": f"{_HERE}.warmup:interpreter"},
+        limits={
+            "fp8": "fp8 caches need compute capability 8.9 or later",
+            "pinned": "a kernel reaches host memory only where it is pinned",
+        },
+        warmup=f"{_HERE}.warmup:warmup",
+        inspect=f"{_HERE}.inspect:inspect",
+        tune=f"{_HERE}.warmup:tune",
+    )  # fmt: skip

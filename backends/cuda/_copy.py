@@ -165,9 +165,7 @@ _in_graphs: set[Plan] = set()
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
 
-def plan(
-    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
-) -> Plan:
+def plan(src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device) -> Plan:
     """Kept by the identity of the descriptions, which it holds, so that none can come again for another."""
     key = (id(src), id(dst), src_page, dst_page, device)
     found = _plans.get(key)

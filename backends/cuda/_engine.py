@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+
 from hal._errors import BackendError
 from hal.kvpool import KVPool
 from hal.launch import lane
@@ -23,7 +24,7 @@ Runs = tuple[Any, Any, Any]
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
-    _fields_ = [  # noqa: RUF012 - the name and type that ctypes wants
+    _fields_ = [
         ("src_access_order", ctypes.c_int),
         ("src_location", ctypes.c_int * 2),
         ("dst_location", ctypes.c_int * 2),

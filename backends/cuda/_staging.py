@@ -226,9 +226,7 @@ def costs(device: int) -> dict[str, list[list[float]]]:
     return found
 
 
-def choose(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device
-) -> str:
+def choose(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device) -> str:
     """``kernel`` or ``direct``: the faster by the cost table, at the nearest measured run length and size."""
     if src.device.type == dst.device.type:
         return "kernel"
@@ -244,5 +242,3 @@ def choose(
     table = costs(device.index or 0)["d2h" if host is dst else "h2d"]
     near = min(table, key=lambda r: abs(np.log2(r[0] / run_bytes)) + abs(np.log2(r[1] / total)))
     return "direct" if near[3] >= near[2] else "kernel"
-
-

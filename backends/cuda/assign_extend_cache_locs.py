@@ -126,11 +126,9 @@ def assign_many_kernel(
                 for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
                     t = first + tl.arange(0, TILE)[None, :]
                     wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
-                    _copy(
-                        table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width
-                    )
+                    _copy(table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width)
             if most > SPAN:
-                for i in range(0, GROUP):
+                for i in range(GROUP):
                     here = r == i
                     length_i = tl.sum(tl.where(here, length, 0), 0)
                     begin_i = tl.sum(tl.where(here, begin, 0), 0)
@@ -185,5 +183,6 @@ def assign_extend_cache_locs(
     return out
 
 
-def supports(sig: object) -> None:
+def supports(sig: object) -> str | None:
     """Every call of the contract."""
+    return None

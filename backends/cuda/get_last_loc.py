@@ -53,5 +53,6 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
     return out
 
 
-def supports(sig: object) -> None:
+def supports(sig: object) -> str | None:
     """Every call of the contract."""
+    return None

@@ -24,6 +24,7 @@ from hal import launch, ops
 from hal._errors import HalError
 
 ARCHES = (80, 90, 100)
+OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 Call = tuple[launch.Launch, tuple[Any, ...]]
 
 
@@ -138,8 +139,9 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
     """A row for every different kernel that the contract's samples make the op start."""
     seen = set()
     for sample in ops.spec(name).samples:
-        if sample.large or only not in sample.name or (arch < 90 and "e4m3" in str(sample.params)):
-            continue
+        cache = str(sample.params.get("cache_dtype"))
+        if sample.large or only not in sample.name or (arch < 89 and cache.startswith("e")):
+            continue  # fp8 caches: `supports` refuses them there
         for call in calls(name, sample):
             compiled = compile_call(call, arch)
             if compiled.hash in seen:
@@ -151,3 +153,43 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
                 name, sample.name, call[0].kernel.name, arch, registers, spills, shared,
                 widest_load(sass(cubin)), call[0].static,
             )  # fmt: skip
+
+
+def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
+    """Rows for ``hal inspect``: every kernel and tile that the contract's samples start, on every architecture.
+
+    Args:
+        kernel: an op's name; None for all.
+
+    Returns:
+        Rows with ``op``, ``case``, ``kernel``, ``arch``, ``registers``, ``spills`` (bytes), ``shared`` (bytes),
+        ``widest_load`` (bits) and ``verdict``: ``ok``, or what is wrong.
+    """
+    names = [o for o in OPS if kernel in (None, o)]
+    if not names:
+        raise HalError(f"hal: inspect: no op {kernel!r}; there are: {', '.join(OPS)}")
+    return [
+        {
+            "op": r.op, "case": r.case, "kernel": r.kernel, "arch": f"sm_{r.arch}", "registers": r.registers,
+            "spills": r.spills, "shared": r.shared, "widest_load": r.widest,
+            "verdict": "ok" if r.spills == 0 else f"spills {r.spills} bytes",
+        }
+        for name in names for arch in ARCHES for r in op(name, arch)
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """``python -m hal.backends.cuda.inspect [op]``: the rows, and 1 if a kernel spills."""
+    import sys
+
+    rows = inspect(sys.argv[1] if len(sys.argv) > 1 else None)
+    for r in rows:
+        print("  ".join(str(v) for v in r.values()))
+    bad = [r for r in rows if r["verdict"] != "ok"]
+    tuned = "" if not bad else f", {len(bad)} spill"
+    print(f"{len(rows)} cubins compiled for {', '.join(f'sm_{a}' for a in ARCHES)}{tuned}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

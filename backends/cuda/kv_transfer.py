@@ -10,6 +10,8 @@ host-to-device the other way about. Elsewhere: the runs as they are, in one batc
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,9 +59,7 @@ def _from_host(
     _copy.rows(src, dst, a, b, todo, device, _copy.programs(src, dst, device))
 
 
-def _direct(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device
-) -> None:
+def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
     s, d = (x.numpy().astype(np.int64, copy=False) for x in (src_slots, dst_slots))
     there = (s >= 0) & (s < src.num_slots) & (d >= 0) & (d < dst.num_slots)
     s, d = s[there], d[there]
@@ -82,13 +82,13 @@ def _need_pinned(src: KVPool, dst: KVPool) -> None:
             )  # fmt: skip
 
 
-def supports(sig: object) -> None | str:
-    """Every call of the contract but slots on the device with pageable host memory."""
+def supports(sig: Any) -> str | None:
+    """Everything, but a kernel on pageable host memory."""
     if lane() != "device":
         return None
-    pools = [sig["src"], sig["dst"]]  # type: ignore[index]
-    on_device = sig["src_slots"].device != "cpu"  # type: ignore[index]
-    kernel = on_device or sig["method"] == "kernel"  # type: ignore[index]
-    if kernel and any(p.device == "cpu" and not p.pinned for p in pools):
-        return "a kernel can't reach pageable host memory: pin it (KVPool.host_like), or give slots on the CPU"
+    kernel = sig["src_slots"].device != "cpu" or sig["method"] == "kernel"
+    if kernel and any(p.device == "cpu" and not p.pinned for p in (sig["src"], sig["dst"])):
+        return (
+            "pinned: no kernel reaches pageable host memory; KVPool.host_like pins, and slots on the CPU need no kernel"
+        )
     return None

@@ -5,9 +5,12 @@ many, several tokens where there are few. cos and sin are read once for all head
 depend on the position is asked for before it. fp32 arithmetic, one rounding.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float8_e5m2
+from torch.cuda import get_device_capability
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
@@ -33,7 +36,7 @@ def _scaled(x, scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
         x = x / scale
     if KIND == 2:
         x = x / tl.load(scale)
-    limit: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+    limit: tl.constexpr = 448.0 if tl.float8e4nv == DTYPE else 57344.0
     x = tl.where(x > limit, limit, x)
     return tl.where(x < -limit, -limit, x)
 
@@ -132,12 +135,12 @@ def rope_kv_write_kernel(
             q_mask = (q_first + i < n) & (q_heads < Q_HEADS)
             q_pairs = _load_pairs(q_row, q_mask, HALF, HALF_PAD, INTERLEAVED)
             q_position = tl.load(positions + q_first + i, q_first + i < n, other=-1).to(tl.int64)
-            q_loaded = q_loaded + ((q_row, q_mask, q_pairs, q_position),)
+            q_loaded = q_loaded + ((q_row, q_mask, q_pairs, q_position),)  # noqa: RUF005 - Triton has no other way
         q_turned = ()
         for i in tl.static_range(Q_TOKENS):
             q_known = (q_loaded[i][3] >= 0) & (q_loaded[i][3] < max_positions)
             q_angles = _angles(cos_sin, q_loaded[i][3], q_known, ROTARY, HALF_PAD)
-            q_turned = q_turned + ((q_angles[0], q_angles[1], q_known),)
+            q_turned = q_turned + ((q_angles[0], q_angles[1], q_known),)  # noqa: RUF005
         for i in tl.static_range(Q_TOKENS):
             c, d = _rotated(q_loaded[i][2][0], q_loaded[i][2][1], q_turned[i][0], q_turned[i][1])
             _store_pairs(
@@ -159,12 +162,12 @@ def rope_kv_write_kernel(
             else:
                 x = position
                 slot = position
-            loaded = loaded + ((row, mask, pairs, position, x, slot),)
+            loaded = loaded + ((row, mask, pairs, position, x, slot),)  # noqa: RUF005
         turned = ()
         for i in tl.static_range(KV_TOKENS):
             known = (loaded[i][3] >= 0) & (loaded[i][3] < max_positions)
             angles = _angles(cos_sin, loaded[i][3], known, ROTARY, HALF_PAD)
-            turned = turned + ((angles[0], angles[1], known),)
+            turned = turned + ((angles[0], angles[1], known),)  # noqa: RUF005
         for i in tl.static_range(KV_TOKENS):
             at, there, known = loaded[i][0], loaded[i][1], turned[i][2]
             a, b = _rotated(loaded[i][2][0], loaded[i][2][1], turned[i][0], turned[i][1])
@@ -291,5 +294,11 @@ def _as_float(scale: float | Tensor | None) -> float | Tensor | None:
     return float(scale) if scale.__class__ is int else scale  # type: ignore[arg-type]
 
 
-def supports(sig: object) -> None | str:
+def supports(sig: Any) -> str | None:
+    """Everything, but fp8 caches on devices that can't convert to fp8."""
+    caches = (sig["k_cache"], sig["v_cache"])
+    if sig.device == "cuda" and any(c is not None and c.dtype in _FP8 for c in caches):
+        major, minor = get_device_capability()
+        if (major, minor) < (8, 9):
+            return f"fp8: no conversion to fp8 on compute capability {major}.{minor}; 8.9 has it"
     return None

@@ -15,3 +15,10 @@ def large(
     a, b, c, d, e, f, g, h, i, j, n0, n1, n2, n3, n4, n5, n6, n7, n8, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pass
+
+
+@launch.jit
+def past_the_end(a, n, BLOCK: tl.constexpr):
+    """Not empty: reads one element too far, so that the tool that must see it can be seen to."""
+    i = tl.arange(0, BLOCK)
+    tl.store(a + i, tl.load(a + i + 1) + n)

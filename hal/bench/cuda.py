@@ -303,7 +303,10 @@ def kv_transfer(
         layers, row = 32, (8, 128) if kind == "mha" else (1, 576)
         for page in pages:
             slots, host_slots = 16384, 8192
-            gpu = [torch.randn(layers, slots, *row, device="cuda").to(torch.bfloat16) for _ in range(2 if kind == "mha" else 1)]
+            gpu = [
+                torch.randn(layers, slots, *row, device="cuda").to(torch.bfloat16)
+                for _ in range(2 if kind == "mha" else 1)
+            ]
             device = KVPool(*gpu, layout="layer_first", page_size=page)
             host = KVPool.host_like(device, host_slots, layout)
             half = layers * row[0] * row[1] * 2
@@ -411,3 +414,93 @@ def launcher() -> list[Row]:
             call(0)
         out.append({"op": "launch", "arguments": name, "host_us": host_us(calls, 1, 2000)})
     return out
+
+
+# --- all of it --------------------------------------------------------------------------------------
+
+
+def tables(quick: bool = False) -> dict[str, Any]:
+    """Every table, with what it was measured on."""
+    import datetime
+
+    import triton
+
+    from hal.launch import status
+
+    properties = torch.cuda.get_device_properties(0)
+    rows = [*launcher(), *get_last_loc(), *assign_extend_cache_locs()]
+    rows += rope_kv_write()
+    rows += rope_kv_write({"llama3-8b": (1, 32, 512, 4096)}, torch.float8_e4m3fn, host=False)
+    rows += kv_transfer(pages=(1, 64) if quick else (1, 16, 64, 128))
+    rows += kv_transfer(pages=(64,), layout="page_first_direct", kinds=("mha",))
+    return {
+        "device": properties.name, "multiprocessors": properties.multi_processor_count, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "triton": triton.__version__, "launcher": status(), "peers": peers.available(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "copy_gbs": copy_gbs(), "rows": rows,
+    }  # fmt: skip
+
+
+def show(rows: Iterable[Row]) -> str:
+    """The rows as text, ratios to the first peer included."""
+    lines = []
+    for r in rows:
+        what = " ".join(str(v) for k, v in r.items() if not isinstance(v, dict) and k != "bytes" and v is not None)
+        for unit in ("device_us", "host_us", "gbs"):
+            values = r.get(unit)
+            if values and not (unit == "gbs" and "device_us" in r):
+                lines.append(f"{what:<60} {unit:<10}" + "  ".join(f"{n} {v:.2f}" for n, v in values.items()))
+    return "\n".join(lines)
+
+
+def plot(data: dict[str, Any], path: str) -> None:
+    """rope_kv_write against the copy ceiling of the same run, as SVG."""
+    rows = [r for r in data["rows"] if r["op"] == "rope_kv_write" and r["model"] == "llama3-8b"]
+    series: dict[str, list[tuple[int, float]]] = {}
+    for r in rows:
+        for name, gbs in r["gbs"].items():
+            series.setdefault(f"{name}, {r['cache']}", []).append((r["tokens"], gbs))
+    top, width, height = data["copy_gbs"] * 1.1, 640, 360
+    import math
+
+    def at(tokens: int, gbs: float) -> str:
+        return f"{60 + math.log2(tokens) / 13 * (width - 90):.0f},{height - 40 - gbs / top * (height - 70):.0f}"
+
+    colours = ("#0a6", "#36c", "#c63", "#888")
+    ceiling = at(1, data["copy_gbs"]), at(8192, data["copy_gbs"])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="60" y="18">rope_kv_write, Llama-3-8B heads, {data["device"]}: GB/s by tokens</text>',
+        f'<polyline points="{ceiling[0]} {ceiling[1]}" stroke="black" stroke-dasharray="4"/>',
+        f'<text x="64" y="{float(ceiling[0].split(",")[1]) - 4:.0f}">device copy {data["copy_gbs"]:.0f} GB/s</text>',
+    ]
+    for i, (name, points) in enumerate(series.items()):
+        line = " ".join(at(*p) for p in sorted(points))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[i % 4]}" stroke-width="2"/>')
+        parts.append(f'<text x="70" y="{60 + 14 * i}" fill="{colours[i % 4]}">{name}</text>')
+    parts += [f'<text x="{at(t, 0).split(",")[0]}" y="{height - 22}">{t}</text>' for t in (1, 32, 512, 8192)]
+    with open(path, "w") as file:
+        file.write("\n".join([*parts, "</svg>\n"]))
+
+
+def main() -> None:
+    """``python -m hal.bench.cuda [--json FILE] [--plot FILE]``."""
+    import argparse
+    import json
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    data = tables(given.quick)
+    print(show(data["rows"]))
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump(data, file, indent=1)
+    if given.plot:
+        plot(data, given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,9 +57,7 @@ def _stand_ins(root: Path) -> None:
     def cuda_version() -> tuple[int, ...]:
         return tuple(int(p) for p in str(torch.version.cuda).split("."))
 
-    flags = {
-        f"is_{d}": (lambda d=d: d == "cuda") for d in ("cpu", "cuda", "hip", "musa", "npu", "xpu")
-    }  # type: dict[str, Callable[[], bool]]
+    flags = {f"is_{d}": (lambda d=d: d == "cuda") for d in ("cpu", "cuda", "hip", "musa", "npu", "xpu")}  # type: dict[str, Callable[[], bool]]
     helpers = {**flags, "get_cuda_version": cuda_version, "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
     package("sglang", root)
     for below in ("kernels", "kernels.ops", *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir())):

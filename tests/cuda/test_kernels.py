@@ -24,12 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def cases(large: bool = False) -> list[Any]:
-    return [
-        pytest.param(op, s, id=f"{op}-{s.name}")
-        for op in OPS
-        for s in ops.spec(op).samples
-        if s.large == large
-    ]
+    return [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in ops.spec(op).samples if s.large == large]
 
 
 def moved(value: Any, memo: dict[int, torch.Tensor] | None = None) -> Any:

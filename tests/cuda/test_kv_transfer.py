@@ -41,9 +41,7 @@ def check(args: dict[str, Any], method: str, src: str = "pageable", dst: str = "
     a, b = on(args["src"], src), on(args["dst"], dst)
     before = {x: stacked(getattr(b, x)).cpu().clone() for x in want}
     untouched = {x: stacked(getattr(a, x)).cpu().clone() for x in want}
-    kv_transfer(
-        a, b, args["src_slots"].to(slots), args["dst_slots"].to(slots), layers=args["layers"], method=method
-    )
+    kv_transfer(a, b, args["src_slots"].to(slots), args["dst_slots"].to(slots), layers=args["layers"], method=method)
     if CUDA:
         torch.cuda.synchronize()
     for x, w in want.items():
