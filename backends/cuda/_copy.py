@@ -156,7 +156,8 @@ class _Group:
             ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
         )  # fmt: skip
         self.src_bases, self.dst_bases = (
-            torch.tensor([base for p in side for base in p.bases], dtype=torch.int64).to(device) for side in (src, dst)
+upload(torch.tensor([base for p in side for base in p.bases], dtype=torch.int64), device)
+            for side in (src, dst)
         )
 
 

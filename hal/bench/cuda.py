@@ -381,8 +381,10 @@ def _check_transfer(
         target.k.view(torch.int16).fill_(-1)
         call()
         torch.cuda.synchronize()
-        got = device.k.view(torch.int16)[:, there[:n].cuda()].cpu().transpose(0, 1)
-        assert torch.equal(got, host.k.view(torch.int16)[here[:n]]), f"{name}: wrong rows"
+        for layer in (0, device.num_layers - 1):
+            got = device.layer(layer)[0].view(torch.int16)[there[:n].cuda()].cpu()
+            rows = host.layer(layer)[0].view(torch.int16).reshape(host.num_slots, *got.shape[1:])
+            assert torch.equal(got, rows[here[:n]]), f"{name}: wrong rows"
         if direction == "h2d":
             device.k.normal_()
 
@@ -408,7 +410,7 @@ def launcher() -> list[Row]:
         calls: dict[str, Callable[[int], Any]] = {
             "triton": lambda i, k=kernel, a=args: k.jit[(1,)](*a, BLOCK=128, num_warps=4),
             "hal": lambda i, b=bound, a=args: b.start((1, 1, 1), *a),
-            "triton's C launcher": lambda i, l=compiled.run.launch, h=head, p=pointers: l(1, 1, 1, *h, *p, None),
+            "triton's C launcher": lambda i, c=compiled.run.launch, h=head, p=pointers: c(1, 1, 1, *h, *p, None),
         }
         for call in calls.values():
             call(0)
