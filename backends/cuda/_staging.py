@@ -111,6 +111,8 @@ def stageable(host: KVPool, slots: Any, layers: range) -> bool:
         return False
     if not all(p.row_bytes for p in host.planes()):
         return False
+    if tokens == 1:
+        return True
     pages = slots.reshape(-1, tokens)
     return bool((pages[:, 0] % tokens == 0).all() and (pages == pages[:, :1] + np.arange(tokens)).all())
 

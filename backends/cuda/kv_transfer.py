@@ -62,7 +62,8 @@ def _from_host(
 def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
     s, d = (x.numpy().astype(np.int64, copy=False) for x in (src_slots, dst_slots))
     there = (s >= 0) & (s < src.num_slots) & (d >= 0) & (d < dst.num_slots)
-    s, d = s[there], d[there]
+    if not there.all():
+        s, d = s[there], d[there]
     if not len(s):
         return
     host, slots = (dst, d) if dst.device.type == "cpu" else (src, s)
