@@ -28,6 +28,8 @@ SHAPES = {
     "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
     "smollm2": {"q_heads": 9, "kv_heads": 3, "head_dim": 64},
 }
+LIMIT_S = 5.0
+"""After so long a case ends with fewer rounds, at least five: a busy machine must not make a bench of hours."""
 Calls = Mapping[str, Callable[[], Any]]
 
 
@@ -46,7 +48,10 @@ def measure(calls: Calls, quick: bool = False, rounds: int = 15, slice_s: float 
         count[name] = max(3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin))))
     times: dict[str, list[float]] = {name: [] for name in names}
     best = dict.fromkeys(names, float("inf"))
+    end = time.perf_counter() + LIMIT_S
     for r in range(3 if quick else rounds):
+        if r >= 5 and time.perf_counter() > end:
+            break
         for name in names[r % len(names) :] + names[: r % len(names)]:
             call, one = calls[name], []
             for _ in range(count[name]):
