@@ -12,7 +12,9 @@ def hal_backend() -> Backend:
         name="cpu",
         lanes={"device": ("cpu",)},
         ops={
-            op: Impl(f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT)
+            op: Impl(
+                f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT
+            )
             for op in (*_EXACT, "rope_kv_write", "kv_transfer")
         },
         requires=("numba>=0.61",),

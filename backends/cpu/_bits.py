@@ -167,7 +167,9 @@ def move(typingctx: Any, dst: Any, src: Any, n: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         void = I8.as_pointer()
-        cgutils.raw_memcpy(b, b.bitcast(args[0], void), b.bitcast(args[1], void), args[2], FORMATS[src.kind].bits // 8)
+        cgutils.raw_memcpy(
+            b, b.bitcast(args[0], void), b.bitcast(args[1], void), args[2], FORMATS[src.kind].bits // 8
+        )
 
     return types.void(dst, src, types.int64), codegen
 

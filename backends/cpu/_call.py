@@ -24,4 +24,8 @@ def need_cpu(op: str, *tensors: Tensor | None) -> None:
 
 def rejected(device: str) -> str | None:
     """What every op's `supports` says of a call on `device`."""
-    return None if device == "cpu" else f"device: tensors on {device}; these kernels read host memory, and copy nothing"
+    return (
+        None
+        if device == "cpu"
+        else f"device: tensors on {device}; these kernels read host memory, and copy nothing"
+    )

@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
+WAKE = 1 << 20
+"""Bytes that a call must move to wake a helper: some 50 us of work, five times what the waking costs."""
+
 GRAIN = 1 << 17
-"""Bytes that one turn at the counter should move: some 10 us of work, the time that waking a thread costs."""
+"""Bytes that one turn at the counter should move."""
 
 TURNS = 8
 """Turns a thread takes at most of a large call: few enough for long runs, enough to share evenly."""
@@ -94,7 +97,9 @@ os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _pool.close())
 
 
-def run(kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1) -> None:
+def run(
+    kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1
+) -> None:
     """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in helper threads as well.
 
     Args:
@@ -105,7 +110,7 @@ def run(kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...]
         keep: what must stay alive as long as a helper runs, even if the caller is interrupted.
     """
     n = 0
-    if items * size > GRAIN:
+    if items * size > WAKE:
         threads = torch.get_num_threads()
         grain = max(GRAIN // max(1, size), items // (TURNS * threads), 1)
         grain = -(-grain // together) * together

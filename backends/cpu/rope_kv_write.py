@@ -16,7 +16,21 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hal.backends.cpu._bits import FORMATS, I32, I64, cast, decode, encode, load, move, shift, store, take, types, view
+from hal.backends.cpu._bits import (
+    FORMATS,
+    I32,
+    I64,
+    cast,
+    decode,
+    encode,
+    load,
+    move,
+    shift,
+    store,
+    take,
+    types,
+    view,
+)
 from hal.backends.cpu._call import FORMAT, need_cpu, rejected
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run

@@ -73,7 +73,9 @@ def main(
 def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
     kind = device.split(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise HalError(f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work")
+        raise HalError(
+            f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work"
+        )
     module = importlib.import_module(f"hal.bench.{kind}")
     names = getattr(module, "TABLES", None) or (
         "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "launcher",
@@ -117,12 +119,16 @@ def _cpu() -> str:
 
 def _commit() -> str:
     def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
         commit = git("rev-parse", "HEAD")
-        return commit + ("-dirty" if commit and git("status", "--porcelain", "--", ".", "../backends") else "")
+        return commit + (
+            "-dirty" if commit and git("status", "--porcelain", "--", ".", "../backends") else ""
+        )
     except OSError:
         return ""
 
@@ -154,7 +160,11 @@ def show(run: dict[str, Any]) -> None:
         impls = list(dict.fromkeys(i for r in rows for i in r[measure]))
         others = [i for i in impls if i != OURS] if OURS in impls else []
         table = Table(
-            *fields, *impls, *(f"vs {i}" for i in others), title=f"{op}: {_unit(measure)}", title_justify="left"
+            *fields,
+            *impls,
+            *(f"vs {i}" for i in others),
+            title=f"{op}: {_unit(measure)}",
+            title_justify="left",
         )
         for row in rows:
             values = row[measure]

@@ -45,7 +45,9 @@ def measure(calls: Calls, quick: bool = False, rounds: int = 15, slice_s: float 
         call()
         begin = time.perf_counter()
         call()
-        count[name] = max(3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin))))
+        count[name] = max(
+            3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin)))
+        )
     times: dict[str, list[float]] = {name: [] for name in names}
     best = dict.fromkeys(names, float("inf"))
     end = time.perf_counter() + LIMIT_S
@@ -75,7 +77,9 @@ def _spread(t: list[float]) -> float:
     return (high - low) / 2 / statistics.median(t)
 
 
-def check(op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]) -> None:
+def check(
+    op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]
+) -> None:
     """Raises unless `call` does what the contract says, to the last bit it allows."""
     args, before = make(), make()
     result = call(args)
@@ -85,7 +89,9 @@ def check(op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Calla
         for tensor, one in pieces:
             wrong = int((~right_any(tensor, one)).sum())
             if wrong:
-                raise AssertionError(f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong")
+                raise AssertionError(
+                    f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong"
+                )
 
 
 def _by_position(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
@@ -109,7 +115,11 @@ def get_last_loc(quick: bool = False) -> list[Row]:
             return spec("get_last_loc").make(bs=bs, requests=512 if quick else 4096, width=8192)
 
         args = tuple(make().values())
-        impls: dict[str, Callable[..., Any]] = {OURS: ours, "eager": eager, "reference": spec("get_last_loc").reference}
+        impls: dict[str, Callable[..., Any]] = {
+            OURS: ours,
+            "eager": eager,
+            "reference": spec("get_last_loc").reference,
+        }
         for name, fn in impls.items():
             # Eager torch may keep the table's int32: a conversion less than the contract asks for.
             def widened(a: dict[str, Any], fn: Callable[..., Any] = fn) -> Tensor:
@@ -173,7 +183,14 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
 
 
 def _eager_rope(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
 ) -> None:
     """What one writes by hand: fp32 arithmetic, valid indices, no fp8."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -229,7 +246,13 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
         moved, copy = _memcpy(make())
         calls: dict[str, Callable[[], Any]] = {n: partial(fn, make()) for n, fn in impls.items()}
         calls["memcpy"] = copy
-        row = {"op": "rope_kv_write", "model": model, "dtype": dtype, "tokens": tokens, "work": {"bytes": moved}}
+        row = {
+            "op": "rope_kv_write",
+            "model": model,
+            "dtype": dtype,
+            "tokens": tokens,
+            "work": {"bytes": moved},
+        }
         rows.append({**row, **measure(calls, quick)})
     return rows
 
@@ -315,7 +338,9 @@ def _check_transfer(call: Callable[[], Any], src: KVPool, dst: KVPool, there: Te
     for layer in (0, src.num_layers - 1):
         for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
             if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
-                raise AssertionError(f"kv_transfer: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
+                raise AssertionError(
+                    f"kv_transfer: {src.layout} to {dst.layout}: wrong rows in layer {layer}"
+                )
 
 
 # --- the host path ----------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ def roofline(run: dict[str, Any], file: str) -> None:
     axes[0][0].set_ylabel("GB/s read and written")
     axes[0][0].legend(frameon=False)
     about = run["machine"]
-    figure.suptitle(f"rope_kv_write on {about['cpu']}, {about['threads']} threads, best of all calls", fontsize=11)
+    figure.suptitle(
+        f"rope_kv_write on {about['cpu']}, {about['threads']} threads, best of all calls", fontsize=11
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)

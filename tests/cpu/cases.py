@@ -55,7 +55,9 @@ def _right(name: str, got: Tensor, was: Tensor | None, want: Want) -> None:
     assert bool(ok.all()), f"{name}: {int((~ok).sum())} of {ok.numel()} elements are wrong"
     assert headroom(got, want) <= 1.0, name
     if was is not None:
-        assert bool((same_bits(got, was) | want.named).all()), f"{name}: what the contract does not name was written"
+        assert bool((same_bits(got, was) | want.named).all()), (
+            f"{name}: what the contract does not name was written"
+        )
 
 
 # --- guard pages ------------------------------------------------------------------------------------

@@ -38,7 +38,12 @@ def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"op": "an_op", "bs": 8, "host_us": {"hal": 2.0, "peer": 5.0}, "copy_gbs": {"hal": 30.0, "peer": 20.0}}
+    row = {
+        "op": "an_op",
+        "bs": 8,
+        "host_us": {"hal": 2.0, "peer": 5.0},
+        "copy_gbs": {"hal": 30.0, "peer": 20.0},
+    }
     bench.show({"machine": bench.machine("cpu"), "quick": False, "rows": [row]})
     shown = capsys.readouterr().out
     assert "an_op: host µs" in shown

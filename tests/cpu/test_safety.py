@@ -16,7 +16,7 @@ import torch
 torch.set_num_threads(threads)
 if threads > 1:
     import hal.backends.cpu._pool as pool
-    pool.GRAIN = 64  # so that small samples are shared out as well
+    pool.WAKE = pool.GRAIN = 64  # so that small samples are shared out as well
 for op, sample in samples():
     print(op, sample, flush=True)  # the last line names the culprit
     keep = []
@@ -50,7 +50,12 @@ def _child(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     roots = [str(Path(__file__).parents[1]), str(Path(hal.__file__).parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
     return subprocess.run(
-        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=600, check=False, env=env
+        [sys.executable, "-c", script, *args],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=env,
     )
 
 

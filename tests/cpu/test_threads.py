@@ -30,7 +30,14 @@ def _rope(seed: int = 0) -> None:
 
 def _transfer(seed: int = 0) -> None:
     s = spec("kv_transfer")
-    params = {"n": 200, "src_slots": 256, "dst_slots": 256, "num_layers": 2, "head_dim": 128, "order": "pages"}
+    params = {
+        "n": 200,
+        "src_slots": 256,
+        "dst_slots": 256,
+        "num_layers": 8,
+        "head_dim": 128,
+        "order": "pages",
+    }
     judge("kv_transfer", lambda a: ours("kv_transfer")(**a), lambda: s.make(seed=seed, **params))
 
 
@@ -180,5 +187,7 @@ for _ in range(20):
     rope_kv_write(**a)
 """
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+        )
         assert (done.returncode, done.stderr) == (0, "")
