@@ -69,10 +69,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _edits(a: str, b: str) -> int:
-    """Levenshtein's distance."""
+    """Levenshtein's distance, in which two neighbours that changed places are one edit."""
+    before: list[int] = []
     row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous, row = row, [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (x != y)))
+    for i, x in enumerate(a):
+        before, previous, row = row, before, [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (x != y)))
+            if i and j and x == b[j - 1] and a[i - 1] == y:
+                row[-1] = min(row[-1], previous[j - 1] + 1)
     return row[-1]

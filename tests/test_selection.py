@@ -18,6 +18,7 @@ import torch
 from plugins import Plugins, manifest
 
 import hal
+from hal._env import nearest
 from hal.ops import spec
 from hal.ops._spec import Signature, TensorSig
 from hal.registry import _select
@@ -133,6 +134,13 @@ def test_backend_that_is_no_name() -> None:
     with pytest.raises(hal.ArgumentError, match="backend: expected a backend's name") as e:
         hal.get_last_loc(TABLE, ZERO, TWO, backend=3)  # type: ignore[arg-type]
     assert e.value.argument == "backend"
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("cdua", "cuda"), ("pcu", "cpu"), ("CUDA", "cuda"), ("ascent", "ascend"), ("gpu", "cpu"), ("tpuv4", "")]
+)
+def test_did_you_mean(word: str, near: str) -> None:
+    assert (nearest(word, ("ascend", "cpu", "cuda")) or "") == near
 
 
 def test_empty_text_chooses_nothing() -> None:

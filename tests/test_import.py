@@ -1,0 +1,76 @@
+"""What importing costs: told by the modules that come, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hal
+from hal.ops import BUILTIN
+
+ROOT = Path(hal.__file__).parents[1]
+HEAVY = {"torch", "numpy", "triton", "numba", "transformers", "rich", "typer", "pluggy", "pytest", "hypothesis", "llvmlite"}
+OURS = {"hal", "hal._errors", "hal._version"}
+MODULES_FOR_A_MANIFEST = {"hal._errors", "hal._version", "hal", "hal.registry", "hal.registry._manifest"}
+
+
+def modules(code: str) -> set[str]:
+    """The modules that `code` brings into a Python that has imported nothing of its own."""
+    script = f"import sys, json\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return set(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def top(names: set[str]) -> set[str]:
+    return {n.partition(".")[0] for n in names}
+
+
+def test_import_hal_is_the_standard_library_alone() -> None:
+    got = modules("import hal")
+    assert {n for n in got if n.startswith("hal")} == OURS
+    assert top(got) - {"hal"} <= set(sys.stdlib_module_names)
+    assert len(got) <= 40, sorted(got)
+
+
+def test_dir_and_errors_bring_nothing_more() -> None:
+    got = modules("import hal; dir(hal); hal.ArgumentError('a', 'b', 'c', 'd'); hal.__version__")
+    assert {n for n in got if n.startswith("hal")} == OURS
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "ascend"])
+def test_manifest_is_light(backend: str) -> None:
+    got = modules(f"import hal.backends.{backend} as b; b.hal_backend()")
+    assert not top(got) & (HEAVY - {"pluggy"})
+    package = {"hal.backends", f"hal.backends.{backend}"}
+    assert {n for n in got if n.startswith("hal")} == MODULES_FOR_A_MANIFEST | package
+
+
+def test_listing_ops_imports_no_contract() -> None:
+    got = modules("import hal.ops; hal.ops.BUILTIN")
+    assert not top(got) & HEAVY
+
+
+def test_info_imports_no_kernel() -> None:
+    """Kernels are imported when bound, not when listed."""
+    got = modules("import hal; hal.info()")
+    assert not {n for n in got if n.startswith("hal.backends.") and n.rpartition(".")[2] in BUILTIN}
+    assert not top(got) & {"transformers", "pytest", "hypothesis", "typer"}
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'hal' has no attribute 'rope'"):
+        _ = hal.rope
+    assert dir(hal) == sorted(hal.__all__)
+    assert all(getattr(hal, n) is not None for n in hal.__all__)
+
+
+def test_pytest_plugin_declares_options_alone() -> None:
+    """Another's pytest run loads our plugin too, by its entry point: it must not pay for torch."""
+    got = modules("import hal.conformance.pytest_plugin")
+    assert not top(got) & {"torch", "triton", "numba", "transformers", "numpy", "hypothesis"}
