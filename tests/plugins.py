@@ -43,8 +43,8 @@ class Plugins:
         self.root = root
 
     def add(
-        self, name: str, source: str, kernels: str | None = None, *, dist: str = "", entry: str = "", requires: str = "",
-        value: int = 7,
+        self, name: str, source: str, kernels: str | None = None, *, dist: str = "", entry: str = "",
+        requires: str = "", value: int = 7,
     ) -> None:  # fmt: skip
         dist = dist or f"hal-{name}"
         info = self.root / f"{dist.replace('-', '_')}-1.2.dist-info"

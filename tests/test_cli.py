@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 
 import hal
 from hal import _doctor, cli
 from hal._notation import parse_argument
 from hal.ops._spec import PoolSig, TensorSig
-from plugins import Plugins, manifest
 
 ROOT = Path(hal.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -36,7 +36,9 @@ def test_as_a_module() -> None:
 
     def hal_(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hal", *args]
-        return subprocess.run(command, capture_output=True, text=True, env=env | more, cwd=ROOT, timeout=120, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, env=env | more, cwd=ROOT, timeout=120, check=False
+        )
 
     assert hal_("--version").stdout == f"hal {hal.__version__}\n"
     bad = hal_("explain", "get_last_lok")
@@ -44,7 +46,10 @@ def test_as_a_module() -> None:
     assert bad.stderr.startswith("hal: unknown op get_last_lok (did you mean get_last_loc?)")
     assert "Traceback" not in bad.stderr
     typo = hal_("info", HAL_BACKNED="cpu")
-    assert (typo.returncode, typo.stderr) == (2, "hal: unknown environment variable HAL_BACKNED; did you mean HAL_BACKEND?\n")
+    assert (typo.returncode, typo.stderr) == (
+        2,
+        "hal: unknown environment variable HAL_BACKNED; did you mean HAL_BACKEND?\n",
+    )
 
 
 def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,14 +84,35 @@ def test_info(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "explain", "rope_kv_write", "q=bf16[64,32,128]@cpu", "interleaved=True", "--backend", "reference") == 0
+    assert (
+        run(
+            monkeypatch,
+            "explain",
+            "rope_kv_write",
+            "q=bf16[64,32,128]@cpu",
+            "interleaved=True",
+            "--backend",
+            "reference",
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "q=bf16[64,32,128]@cpu, k=bf16[64,2,128]@cpu" in text
     assert "runs on reference" in text
     assert run(monkeypatch, "explain", "rope_kv_write", "q=bf16[64,32,192]@npu:0", "--backend", "cuda") == 1
     text = capsys.readouterr().out
     assert text.startswith("hal: no backend for rope_kv_write(q=bf16[64,32,192]@npu:0, ")
-    assert run(monkeypatch, "explain", "kv_transfer", "src=KVPool(layer_first,bf16[2x16]@cpu)", "--backend", "reference") == 0
+    assert (
+        run(
+            monkeypatch,
+            "explain",
+            "kv_transfer",
+            "src=KVPool(layer_first,bf16[2x16]@cpu)",
+            "--backend",
+            "reference",
+        )
+        == 0
+    )
     for args, said in [
         (["rope_kv_write", "q=i64[3,4,5]"], "rope_kv_write: q: expected"),
         (["rope_kv_write", "q=i64[3,4,5]@cpu"], "q: expected dtype fp16 or bf16 or fp32; got i64[3,4,5]@cpu"),
@@ -117,10 +143,17 @@ def test_notation() -> None:
     name, pool = parse_argument("op", "src=KVPool(page_first,e4m3[8x128]@cuda:0)")
     assert name == "src"
     assert isinstance(pool, PoolSig)
-    assert (pool.layout, pool.dtype, pool.row_shape, pool.device) == ("page_first", torch.float8_e4m3fn, (8, 128), "cuda")
+    assert (pool.layout, pool.dtype, pool.row_shape, pool.device) == (
+        "page_first",
+        torch.float8_e4m3fn,
+        (8, 128),
+        "cuda",
+    )
 
 
-def test_warmup(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warmup(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HAL_PLUGINS", "acme")
     plugins.add("acme", manifest("acme", warmup='"acme_kernels:warm"'), "def warm(ops, device): pass")
     assert run(monkeypatch, "warmup") == 0
@@ -131,7 +164,9 @@ def test_warmup(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "hal: warmup: acme is ready for meta" in capsys.readouterr().err
 
 
-def test_a_part_that_needs_an_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_needs_an_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name="transformers.models")
 
@@ -172,7 +207,11 @@ TWO_OPS = '{{op: Impl(f"{name}_kernels:{{op}}") for op in ("assign_extend_cache_
 
 
 def doctor(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str, *args: str
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    last: str,
+    *args: str,
 ) -> tuple[int, list[dict[str, Any]]]:
     ops = TWO_OPS.format(name="acme")
     plugins.add("acme", manifest("acme", ops=ops), KERNELS.format(last=last))
@@ -192,7 +231,12 @@ def doctor(
     ],
 )
 def test_doctor_sees(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str, args: tuple[str, ...], saw: str
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    last: str,
+    args: tuple[str, ...],
+    saw: str,
 ) -> None:
     code, rows = doctor(plugins, monkeypatch, capsys, last, *args)
     assert code == 1

@@ -137,7 +137,9 @@ def test_every_sample_and_error_has_its_case() -> None:
     for op in BUILTIN:
         cases = cases_of(spec(op))
         assert len({c.id for c in cases}) == len(cases)
-        assert {c.sample for c in cases if c.proof in ("value", "large")} == {s.name for s in spec(op).samples}
+        assert {c.sample for c in cases if c.proof in ("value", "large")} == {
+            s.name for s in spec(op).samples
+        }
         assert {c.name for c in cases if c.proof == "errors"} == {e.name for e in spec(op).errors}
         assert {c.proof for c in cases} <= set(PROOFS)
         assert set(DEVICE_PROOFS) <= {c.proof for c in cases}
@@ -219,14 +221,26 @@ def test_what_did_not_run_is_never_passed() -> None:
 @pytest.mark.parametrize(
     ("waiver", "outcomes", "fault", "certified"),
     [
-        ({"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2027-06-01"}, {"z": FAILED}, None, True),
-        ({"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2026-06-01"}, {"z": FAILED}, "expired", False),
+        (
+            {"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2027-06-01"},
+            {"z": FAILED},
+            None,
+            True,
+        ),
+        (
+            {"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2026-06-01"},
+            {"z": FAILED},
+            "expired",
+            False,
+        ),
         ({"kind": "never", "op": "op_b", "case": "value/none"}, {}, "matches no case", False),
         ({"kind": "never", "op": "op_b", "case": "value/z"}, {}, "does not fail", False),
         ({"kind": "never", "op": "op_a", "case": "value/x"}, {"x": FAILED}, None, False),
     ],
 )
-def test_waivers(waiver: dict[str, str], outcomes: dict[str, str], fault: str | None, certified: bool) -> None:
+def test_waivers(
+    waiver: dict[str, str], outcomes: dict[str, str], fault: str | None, certified: bool
+) -> None:
     result = verdict(outcomes, [{"reason": "r", **waiver}])
     assert result["certified"] == certified
     assert bool(result["waiver_faults"]) == (fault is not None)
@@ -485,7 +499,10 @@ def test_junit_and_html_hold_what_failed() -> None:
             "seconds": 0.1,
         }
         for c, o, r in zip(
-            CASES, (PASSED, FAILED, REFUSED, NOT_RUN), ("", "q[0]: 1 < 2 & wrong\x00", "no", "why"), strict=True
+            CASES,
+            (PASSED, FAILED, REFUSED, NOT_RUN),
+            ("", "q[0]: 1 < 2 & wrong\x00", "no", "why"),
+            strict=True,
         )
     ]
     document = {

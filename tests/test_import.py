@@ -13,14 +13,27 @@ import hal
 from hal.ops import BUILTIN
 
 ROOT = Path(hal.__file__).parents[1]
-HEAVY = {"torch", "numpy", "triton", "numba", "transformers", "rich", "typer", "pluggy", "pytest", "hypothesis", "llvmlite"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "triton",
+    "numba",
+    "transformers",
+    "rich",
+    "typer",
+    "pluggy",
+    "pytest",
+    "hypothesis",
+    "llvmlite",
+}
 OURS = {"hal", "hal._errors", "hal._version"}
 MODULES_FOR_A_MANIFEST = {"hal._errors", "hal._version", "hal", "hal.registry", "hal.registry._manifest"}
 
 
 def modules(code: str) -> set[str]:
     """The modules that `code` brings into a Python that has imported nothing of its own."""
-    script = f"import sys, json\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    after = "print(json.dumps(sorted(set(sys.modules) - before)))"
+    script = f"import sys, json\nbefore = set(sys.modules)\n{code}\n{after}"
     command = [sys.executable, "-c", script]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -21,7 +21,15 @@ KINDS = ("layer_first", "list", "page_first", "page_first_direct", "page_head")
 
 
 def pool(layout: str, view: str = "plain", page: int = 4, mla: bool = False, dtype: str = "bf16") -> KVPool:
-    args = _make(dst=layout, dst_page=page, dst_slots=6 * page, view=view, mla=mla, dtype=dtype, v_head_dim=None if mla else 24)
+    args = _make(
+        dst=layout,
+        dst_page=page,
+        dst_slots=6 * page,
+        view=view,
+        mla=mla,
+        dtype=dtype,
+        v_head_dim=None if mla else 24,
+    )
     made: KVPool = args["dst"]
     return made
 
@@ -47,7 +55,8 @@ def test_bytes_are_where_planes_say(layout: str, view: str, mla: bool, dtype: st
                 page, token = divmod(slot, p.page_size)
                 start = plane.bases[layer] + page * plane.page_stride + token * plane.token_stride
                 got = b"".join(
-                    ctypes.string_at(start + c * plane.chunk_stride, plane.chunk_bytes) for c in range(plane.chunks)
+                    ctypes.string_at(start + c * plane.chunk_stride, plane.chunk_bytes)
+                    for c in range(plane.chunks)
                 )
                 assert got == bytes(flat[slot].contiguous().view(torch.uint8).flatten().tolist())
 
@@ -57,9 +66,14 @@ def test_layer_is_a_view_by_the_layout(layout: str) -> None:
     p = pool(layout)
     k, v = p.layer(1)
     whole = stacked(p.k)
-    where: dict[str, Any] = {"layer_first": whole[1], "list": whole[1], "page_first": whole[:, 1], "page_first_direct": whole[:, 1],
-                             "page_head": whole[:, :, :, 1].transpose(1, 2)}  # fmt: skip
-    assert torch.equal(k.view(torch.int16), where[layout].view(torch.int16))
+    where = {
+        "layer_first": lambda: whole[1],
+        "list": lambda: whole[1],
+        "page_first": lambda: whole[:, 1],
+        "page_first_direct": lambda: whole[:, 1],
+        "page_head": lambda: whole[:, :, :, 1].transpose(1, 2),
+    }
+    assert torch.equal(k.view(torch.int16), where[layout]().view(torch.int16))
     owner = p.k[1] if isinstance(p.k, tuple) else p.k
     assert k.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
     assert v is not None
@@ -77,7 +91,12 @@ def test_host_like(source: str, layout: str, mla: bool) -> None:
         return
     host = KVPool.host_like(p, 16, layout)
     assert (host.layout, host.num_slots, host.page_size, host.device.type) == (layout, 16, p.page_size, "cpu")
-    assert (host.num_layers, host.row_shape, host.v_row_shape, host.dtype) == (p.num_layers, p.row_shape, p.v_row_shape, p.dtype)
+    assert (host.num_layers, host.row_shape, host.v_row_shape, host.dtype) == (
+        p.num_layers,
+        p.row_shape,
+        p.v_row_shape,
+        p.dtype,
+    )
     assert host.pinned == torch.cuda.is_available()
     assert not stacked(host.k).view(torch.uint8).any()
     assert KVPool.host_like(p, 0, layout).num_slots == 0
@@ -122,9 +141,17 @@ def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"k": z(2, 8, 4), "layout": "page_head"}, "k", r"\[P, H, page_size, L, D\]"),
         ({"k": z(2, 8, 4, 8)[..., ::2]}, "k", "a contiguous token row"),
         ({"k": z(2, 8, 8, 4)[:, :, ::2]}, "k", "a contiguous token row"),
-        ({"k": z(2, 3, 4, 5, 8)[..., ::2], "layout": "page_head", "page_size": 4}, "k", "a contiguous last dim"),
+        (
+            {"k": z(2, 3, 4, 5, 8)[..., ::2], "layout": "page_head", "page_size": 4},
+            "k",
+            "a contiguous last dim",
+        ),
         ({"k": z(2, 1, 4).expand(2, 8, 4)}, "k", "no two elements in one place"),
-        ({"k": z(3, 2, 4, 8), "layout": "page_first_direct", "page_size": 3}, "page_size", "4, which the tensor's shape"),
+        (
+            {"k": z(3, 2, 4, 8), "layout": "page_first_direct", "page_size": 3},
+            "page_size",
+            "4, which the tensor's shape",
+        ),
         ({"k": z(2, 8, 4), "v": z(3, 8, 4)}, "v", "k's shape but for the last dim"),
         ({"k": z(2, 8, 4), "v": z(2, 9, 4)}, "v", "k's shape but for the last dim"),
         ({"k": z(2, 8, 2, 4), "v": z(2, 8, 4, 4)}, "v", "k's shape but for the last dim"),
@@ -139,7 +166,10 @@ def test_pool_refuses(args: dict[str, Any], argument: str, said: str) -> None:
 
 
 def test_pool_describes_itself() -> None:
-    assert repr(pool("list")) == "KVPool(k+v, layer_first, layers=3, slots=24, row=2x16, page_size=4, bfloat16@cpu)"
+    assert (
+        repr(pool("list"))
+        == "KVPool(k+v, layer_first, layers=3, slots=24, row=2x16, page_size=4, bfloat16@cpu)"
+    )
     assert "KVPool(k, page_first, " in repr(pool("page_first", mla=True))
     empty = KVPool(z(2, 0, 4))
     assert not empty.pinned
@@ -173,7 +203,9 @@ class Allocations(RuleBasedStateMachine):
     def alloc(self, tokens: int) -> None:
         need = -(-tokens // self.page)
         if need > len(self.free):
-            with pytest.raises(hal.HalError, match=f"{tokens} slots asked for, {len(self.free) * self.page} free"):
+            with pytest.raises(
+                hal.HalError, match=f"{tokens} slots asked for, {len(self.free) * self.page} free"
+            ):
                 self.allocator.alloc(tokens)
             return
         lengths = self.runs()

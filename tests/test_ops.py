@@ -124,7 +124,7 @@ def test_controls_change_something(op: OpSpec) -> None:
     for sample in op.samples:
         if sample.control:
             control = next(s for s in op.samples if s.name == sample.control)
-            named = [w for w in op.oracle(op.make(**control.params)).values()]
+            named = op.oracle(op.make(**control.params)).values()
             halves = [x for w in named for x in (w.fields.values() if w.fields else [w])]
             assert any(bool(w.named.any()) for w in halves), control.name
 
@@ -334,9 +334,9 @@ def variations(op: OpSpec) -> Iterator[dict[str, Any]]:
             wide = torch.cat([value, value], dim=-1)
             shifted = torch.cat([value.reshape(-1)[:1], value.reshape(-1)])[1:].view(value.shape)
             for other in (
-                wide[..., : value.shape[-1]], wide[..., ::2], shifted, value[:1].expand(value.shape), value[:0], value.to("meta"),
-                torch.cat([value, value]), value[..., :1], value.unsqueeze(0), wide[:1, ..., ::2].expand(value.shape) if value.ndim > 1
-                else value,
+                wide[..., : value.shape[-1]], wide[..., ::2], shifted, value[:1].expand(value.shape), value[:0],
+                value.to("meta"), torch.cat([value, value]), value[..., :1], value.unsqueeze(0),
+                wide[:1, ..., ::2].expand(value.shape) if value.ndim > 1 else value,
             ):  # fmt: skip
                 yield {**base, name: other}
         elif isinstance(arg, ScaleArg):

@@ -1,4 +1,4 @@
-"""Which backend runs a call: levels, strictness, auto and its downgrades, lanes, bind; in threads, tasks and processes."""
+"""Which backend runs a call: levels, strictness, auto and downgrades, lanes, bind; threads, tasks, processes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def test_backend_that_is_no_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "near"), [("cdua", "cuda"), ("pcu", "cpu"), ("CUDA", "cuda"), ("ascent", "ascend"), ("gpu", "cpu"), ("tpuv4", "")]
+    ("word", "near"),
+    [("cdua", "cuda"), ("pcu", "cpu"), ("CUDA", "cuda"), ("ascent", "ascend"), ("gpu", "cpu"), ("tpuv4", "")],
 )
 def test_did_you_mean(word: str, near: str) -> None:
     assert (nearest(word, ("ascend", "cpu", "cuda")) or "") == near
@@ -471,7 +472,7 @@ def test_bind_with_checks() -> None:
 def test_bind_to_a_broken_backend(plugins: Plugins) -> None:
     plugins.add("acme", manifest("acme"), "raise OSError('lost')")
     plugins.load()
-    with pytest.raises(hal.NoBackendError, match="acme +broken +importing"):
+    with pytest.raises(hal.NoBackendError, match=r"acme +broken +importing"):
         _ = hal.bind("cpu", backend="acme").get_last_loc
 
 
