@@ -179,11 +179,15 @@ def demo(
     ] = False,
     check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
 ) -> None:
-    """Serves a real language model through hal's ops: several prompts at once, streamed. HAL_BACKEND picks the backend."""
+    """Serves a real language model through hal's ops: several prompts at once, streamed.
+
+    HAL_BACKEND picks the backend.
+    """
     raise typer.Exit(
         _call(
             "hal.demo.cli", "main", "hal demo", "demo",
-            prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights, check=check,
+            prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights,
+            check=check,
         )
     )  # fmt: skip
 

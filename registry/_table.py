@@ -181,8 +181,8 @@ def use(backend: str) -> Iterator[None]:
 
 
 def register(
-    op: str, *, backend: str, devices: Sequence[str] = ("cpu",), supports: Callable[..., Any] | None = None, name: str = "",
-    priority: int = 0, graph_safe: bool = False, deterministic: bool = False,
+    op: str, *, backend: str, devices: Sequence[str] = ("cpu",), supports: Callable[..., Any] | None = None,
+    name: str = "", priority: int = 0, graph_safe: bool = False, deterministic: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Registers a function as `backend`'s implementation of `op`, for notebooks and tests. Returns a decorator.
 

@@ -134,7 +134,8 @@ class Signature(Mapping[str, Any]):
     classes, keyword values. Never a batch size, a number of tokens or of slots.
 
     ``sig["q"]`` is a `TensorSig`, `PoolSig`, None, or a plain value. A scale is ``"float"`` or a
-    `TensorSig` ``[1]``, and a value without listed choices, such as a range of layers, is ``"given"``. ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
+    `TensorSig` ``[1]``, and a value without listed choices, such as a range of layers, is ``"given"``.
+    ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
     """
 
     __slots__ = ("_args", "device", "dims", "index", "op")

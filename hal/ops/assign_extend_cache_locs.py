@@ -184,7 +184,7 @@ SPEC = OpSpec(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
+        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8).long())),
         ErrorSample("out-float", "out", lambda: _small(out=torch.zeros(9))),
         ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(18, dtype=torch.int64)[::2])),
         ErrorSample("out-of-rank-2", "out", lambda: _small(out=torch.zeros(3, 3, dtype=torch.int64))),

@@ -136,7 +136,7 @@ SPEC = OpSpec(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
+        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8).long())),
         ErrorSample("table-of-rank-1", "req_to_token", lambda: _small(req_to_token=torch.zeros(8, dtype=torch.int32))),
         ErrorSample(
             "table-transposed", "req_to_token", lambda: _small(req_to_token=torch.zeros(8, 4, dtype=torch.int32).T)

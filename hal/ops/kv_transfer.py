@@ -133,7 +133,7 @@ def _check_sizes(
         return
     if not isinstance(layers, range) or layers.step != 1:
         raise _bad("layers", "a range with step 1, or None for all", repr(layers))
-    if layers and not (0 <= layers.start and layers.stop <= src.num_layers):
+    if layers and (layers.start < 0 or layers.stop > src.num_layers):
         raise _bad("layers", f"a range within [0, {src.num_layers})", repr(layers))
 
 
@@ -226,8 +226,8 @@ def _make(
     view: str = "plain",
 ) -> dict[str, Any]:
     """src, dst: a layout's name, or ``list`` for layer_first as one tensor a layer. order: ``random``, ``runs``
-    (consecutive slots), ``pages`` (whole pages in random order). view: ``plain``, ``padded`` (the outer strides are odd),
-    ``far`` (dst's tokens 2^29 elements apart). mla: rows without heads, no v.
+    (consecutive slots), ``pages`` (whole pages in random order). view: ``plain``, ``padded`` (the outer strides are
+    odd), ``far`` (dst's tokens 2^29 elements apart). mla: rows without heads, no v.
     """
     g = generator(seed)
     kind = FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
@@ -240,7 +240,7 @@ def _make(
     return {
         "src": a, "dst": b,
         "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
-        "dst_slots": _slots(g, n, dst_slots, dst_page, order, "equal" if values == "equal" else "valid" if values == "skip"
+        "dst_slots": _slots(g, n, dst_slots, dst_page, order, "valid" if values == "skip"
                             else values, INDEX_DTYPES[slot]).roll(1 if values in ("edge", "extreme") else 0),
         "layers": None if layers is None else range(*layers),
         "method": method,
@@ -340,7 +340,9 @@ SPEC = OpSpec(
         *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
         *(Sample(f"runs-page-{p}", {"src_page": p, "dst_page": p, "order": "runs", "n": 30}) for p in (1, 16)),
         *(Sample(f"pages-of-{p}", {"src_page": p, "dst_page": p, "order": "pages", "n": 28}) for p in (4, 16)),
-        Sample("page-3-to-page-16", {"src_page": 3, "src_slots": 33, "dst_page": 16, "dst": "page_first_direct", "n": 20}),
+        Sample(
+            "page-3-to-page-16", {"src_page": 3, "src_slots": 33, "dst_page": 16, "dst": "page_first_direct", "n": 20}
+        ),
         Sample("slots-i32", {"slot": "i32"}),
         Sample("one", {"n": 1}),
         Sample("empty", {"n": 0}, control="one"),

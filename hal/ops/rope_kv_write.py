@@ -413,7 +413,10 @@ SPEC = OpSpec(
         *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
         *(Sample(f"{d}-cos-{d}", {"dtype": d, "cos_dtype": d, "n": 7}) for d in ("fp16", "bf16")),
         *(Sample(f"{name}-bf16", {**_shape(name), "n": 3}) for name in _SHAPES),
-        *(Sample(f"llama3-8b-{d}", {**_shape("llama3-8b"), "n": 4, "dtype": d, "cache": "paged"}) for d in ("fp16", "fp32")),
+        *(
+            Sample(f"llama3-8b-{d}", {**_shape("llama3-8b"), "n": 4, "dtype": d, "cache": "paged"})
+            for d in ("fp16", "fp32")
+        ),
         Sample("i32-i64", {"position": "i32"}),
         Sample("i64-i32", {"slot": "i32"}),
         Sample("i32-i32", {"position": "i32", "slot": "i32"}),
@@ -441,7 +444,10 @@ SPEC = OpSpec(
         Sample("edge", {"n": 25, "values": "edge", "position_values": "edge"}),
         Sample("edge-i32", {"n": 25, "values": "edge", "position_values": "edge", "slot": "i32", "position": "i32"}),
         Sample("extreme", {"n": 31, "values": "extreme", "position_values": "extreme", "cache": "paged"}),
-        Sample("extreme-i32", {"n": 31, "values": "extreme", "position_values": "extreme", "slot": "i32", "position": "i32"}),
+        Sample(
+            "extreme-i32",
+            {"n": 31, "values": "extreme", "position_values": "extreme", "slot": "i32", "position": "i32"},
+        ),
         Sample("equal-slots", {"n": 6, "values": "equal"}),
         Sample("no-slots", {"slots": 0, "values": "none"}),
         Sample("no-positions", {"max_positions": 0, "position_values": "edge"}),
@@ -464,7 +470,10 @@ SPEC = OpSpec(
             Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
             for c in ("e4m3", "e5m2")
         ),
-        Sample("e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20}, "feature:fp8_e4m3"),
+        Sample(
+            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
+            "feature:fp8_e4m3",
+        ),
         Sample("e4m3-keep-k", {"cache_dtype": "e4m3", "write_k": False, "n": 20, "scale": "float"}, "feature:fp8_e4m3"),
     ),
     errors=(
@@ -495,10 +504,10 @@ SPEC = OpSpec(
         ErrorSample("slots-missing", "slots", lambda: _small(slots=None)),
         ErrorSample("v-cache-missing", "v_cache", lambda: _small(v_cache=None)),
         ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=torch.zeros(31, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample("v-cache-other-rank", "v_cache", lambda: _small(v_cache=torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16))),
+        ErrorSample("v-cache-other-rank", "v_cache", lambda: _small(v_cache=torch.zeros(2, 16, 2, 64).bfloat16())),
         ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
-        ErrorSample("k-cache-other-heads", "k_cache", lambda: _small(k_cache=torch.zeros(32, 4, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-head-dim-last", "k_cache", lambda: _small(k_cache=torch.zeros(32, 64, 2, dtype=torch.bfloat16).mT)),
+        ErrorSample("k-cache-other-heads", "k_cache", lambda: _small(k_cache=torch.zeros(32, 4, 64).bfloat16())),
+        ErrorSample("k-cache-head-dim-last", "k_cache", lambda: _small(k_cache=torch.zeros(32, 64, 2).bfloat16().mT)),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
         ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=torch.ones(1))),
         ErrorSample("scale-of-two", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": torch.ones(2)}),
