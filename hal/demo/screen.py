@@ -107,8 +107,8 @@ class Screen:
         for name in ("calls", "time", "later calls"):
             table.add_column(name, justify="right")
         for u in uses:
-            later = f"{(u.seconds - u.first) / (u.calls - 1) * 1e6:.0f} µs" if u.calls > 1 else ""
-            table.add_row(u.op, escape(u.backend), u.lane, str(u.calls), f"{u.seconds * 1e3:.1f} ms", later)
+            later = _time((u.seconds - u.first) / (u.calls - 1)) if u.calls > 1 else ""
+            table.add_row(u.op, escape(u.backend), u.lane, str(u.calls), _time(u.seconds), later)
         self.console.print(table)
 
 
@@ -119,6 +119,11 @@ def _verdict(c: Comparison) -> str:
     if c.gaps is None:
         return where
     return f"{where}, where the two best logits are {c.gaps[0]:.3g} apart (transformers: {c.gaps[1]:.3g})"
+
+
+def _time(seconds: float) -> str:
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    return f"{seconds * scale:.4g} {unit}"
 
 
 def _table(title: str) -> Table:

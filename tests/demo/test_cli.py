@@ -56,7 +56,7 @@ def test_four_prompts(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"step +4 +4 +started, 32 tokens of its prompt already in the cache", said)
     assert re.search(r"3 +back, \d+ tokens moved from the host", said)
     assert len(re.findall(r"<\d+>", said)) == 48
-    rows = re.findall(r"^ *(\w+) +(\S+) +(\S+) +(\d+) +[\d.]+ ms", said, re.MULTILINE)
+    rows = re.findall(r"^ *(\w+) +(\S+) +(\S+) +(\d+) +[\d.]+ (?:s|ms|µs) ", said, re.MULTILINE)
     assert {r[0] for r in rows} == {
         "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
     }  # fmt: skip
