@@ -96,7 +96,9 @@ def record(folder: Path, backend: str, device: str) -> list[Path]:
             result = getattr(hal, op)(**placed, backend=backend)
             after = _outputs(want, placed, result)
             if wrong := _wrong(want, after):
-                raise HalError(f"hal: golden: {op} {name} on {backend}: {wrong}; nothing was recorded for {op}")
+                raise HalError(
+                    f"hal: golden: {op} {name} on {backend}: {wrong}; nothing was recorded for {op}"
+                )
             cases[name] = {"args": before, "outputs": after}
         path = folder / f"{op}.pt"
         torch.save({"format": FORMAT, "op": op, "made": _made(backend, device), "cases": cases}, path)
@@ -141,7 +143,11 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
 
 
 def _compare(
-    op: str, name: str, want: Mapping[str, Want], outputs: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+    op: str,
+    name: str,
+    want: Mapping[str, Want],
+    outputs: Mapping[str, Tensor],
+    recorded: Mapping[str, Tensor],
 ) -> Outcome:
     wrong = _wrong(want, outputs)
     same = total = 0
@@ -193,14 +199,21 @@ def _packed(args: Mapping[str, Any]) -> dict[str, Any]:
 
     def tensor(t: Tensor) -> dict[str, Any]:
         extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-        return {"data": t.as_strided((extent,), (1,)).clone(), "shape": list(t.shape), "stride": list(t.stride())}
+        return {
+            "data": t.as_strided((extent,), (1,)).clone(),
+            "shape": list(t.shape),
+            "stride": list(t.stride()),
+        }
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return {"tensor": tensor(value)}
         if isinstance(value, KVPool):
             halves = {h: getattr(value, h) for h in ("k", "v")}
-            lists = {h: [tensor(t) for t in ((x,) if isinstance(x, Tensor) else x or ())] for h, x in halves.items()}
+            lists = {
+                h: [tensor(t) for t in ((x,) if isinstance(x, Tensor) else x or ())]
+                for h, x in halves.items()
+            }
             return {
                 "pool": lists,
                 "layout": value.layout,
@@ -284,7 +297,9 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(o) for o in outcomes], indent=1))
     else:
         for o in outcomes:
-            print(f"{'pass' if o.passed else 'FAIL'}  {o.op:26}{o.case:36}{o.same:7.2%} same bits  {o.detail}")
+            print(
+                f"{'pass' if o.passed else 'FAIL'}  {o.op:26}{o.case:36}{o.same:7.2%} same bits  {o.detail}"
+            )
         print(f"{sum(o.passed for o in outcomes)} passed / {len(outcomes)} replayed")
     return int(not all(o.passed for o in outcomes))
 

@@ -12,14 +12,18 @@ def hal_backend() -> Backend:
         lanes={"device": ("npu",), "lowered": ("cpu",)},
         ops={
             "get_last_loc": Impl(
-                f"{_HERE}.get_last_loc:get_last_loc", supports=f"{_HERE}.get_last_loc:supports", deterministic=True
+                f"{_HERE}.get_last_loc:get_last_loc",
+                supports=f"{_HERE}.get_last_loc:supports",
+                deterministic=True,
             ),
             "assign_extend_cache_locs": Impl(
                 f"{_HERE}.assign_extend_cache_locs:assign_extend_cache_locs",
                 supports=f"{_HERE}.assign_extend_cache_locs:supports",
                 deterministic=True,
             ),
-            "rope_kv_write": Impl(f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"),
+            "rope_kv_write": Impl(
+                f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"
+            ),
             "kv_transfer": Impl(f"{_HERE}.kv_transfer:kv_transfer", supports=f"{_HERE}.kv_transfer:supports"),
         },
         requires={

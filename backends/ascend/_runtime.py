@@ -67,7 +67,9 @@ def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source, non_blocking=True)
 
 
-def _runs(units: list[int], local: Tensor, unit: int) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
+def _runs(
+    units: list[int], local: Tensor, unit: int
+) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
     """(first staged unit, first host unit, how many, token range or None for whole units).
 
     Consecutive units that are wholly taken are one run. Of a page that is taken in part only those tokens
@@ -108,7 +110,9 @@ def _pairs(
                 yield staged[i].narrow(0, at, count), real[layer].narrow(0, to, count)
             continue
         a = staged.narrow(_SLOT_DIM[host.layout], at, count)
-        b = real.narrow(LAYER_DIM[host.layout], layers.start, len(layers)).narrow(_SLOT_DIM[host.layout], to, count)
+        b = real.narrow(LAYER_DIM[host.layout], layers.start, len(layers)).narrow(
+            _SLOT_DIM[host.layout], to, count
+        )
         if tokens is not None:
             a, b = a.narrow(2, *tokens), b.narrow(2, *tokens)
         yield from _contiguous(a, b)

@@ -19,7 +19,9 @@ from hal.backends.ascend._device import cdiv, pow2, vector_cores
 
 
 @launch.jit(do_not_specialize=("table", "requests", "lens", "out", "n", "stride", "height", "width"))
-def _get_last_loc(table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+def _get_last_loc(
+    table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):
     lane = tl.arange(0, BLOCK * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)

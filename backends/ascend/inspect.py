@@ -40,12 +40,23 @@ def cases() -> Iterator[Case]:
         return of("rope_kv_write", name, _rows, _rope, **{"n": 64, "slots": 256, **heads, **params})
 
     def transfer(name: str, src: str, dst: str, page: int, **params: Any) -> Case:
-        same = {"src": src, "dst": dst, "src_page": page, "dst_page": page, "src_slots": 256, "dst_slots": 256}
+        same = {
+            "src": src,
+            "dst": dst,
+            "src_page": page,
+            "dst_page": page,
+            "src_slots": 256,
+            "dst_slots": 256,
+        }
         rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128}
-        return of("kv_transfer", f"{name}-{src}-{dst}-page{page}", _slots, _transfer, **{**same, **rows, **params})
+        return of(
+            "kv_transfer", f"{name}-{src}-{dst}-page{page}", _slots, _transfer, **{**same, **rows, **params}
+        )
 
     for i in ("i32", "i64"):
-        yield of("get_last_loc", f"bs256-{i}", _rows, _last_loc, bs=256, requests=256, width=4096, index=i, lens=i)
+        yield of(
+            "get_last_loc", f"bs256-{i}", _rows, _last_loc, bs=256, requests=256, width=4096, index=i, lens=i
+        )
         sizes = {"bs": 64, "requests": 64, "width": 4096, "longest": 512}
         dtypes = {"index": i, "offsets": i, "out": i}
         yield of("assign_extend_cache_locs", f"bs64-{i}", _capacity, _assign, **sizes, **dtypes)
@@ -190,7 +201,11 @@ def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any
         "ub_available": tight.ub_available,
         "targets": targets,
     }
-    wrong = [f"{row[k]} {k}" for k in ("scalar_gathers", "rmw_stores", "int64_vectors", "scalar_accesses") if row[k]]
+    wrong = [
+        f"{row[k]} {k}"
+        for k in ("scalar_gathers", "rmw_stores", "int64_vectors", "scalar_accesses")
+        if row[k]
+    ]
     wrong += [f"{t}: {why}" for t, why in targets.items() if why not in ("codegen", "binary")]
     if tight.ub_share > UB_LIMIT:
         wrong.append(f"UB {tight.ub_share:.0%} of {tight.target}, at most {UB_LIMIT:.0%}")
@@ -200,7 +215,19 @@ def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any
 
 def table(rows: list[dict[str, Any]]) -> str:
     """`inspect`'s rows as text."""
-    head = ("op", "case", "gather", "rmw", "i64", "scalar", "dma/token", "bytes x", "UB", "compiles for", "verdict")
+    head = (
+        "op",
+        "case",
+        "gather",
+        "rmw",
+        "i64",
+        "scalar",
+        "dma/token",
+        "bytes x",
+        "UB",
+        "compiles for",
+        "verdict",
+    )
     body = []
     for r in rows:
         ok = [t for t, s in r["targets"].items() if s in ("codegen", "binary")]
@@ -220,7 +247,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
         )
     width = [max(len(x[i]) for x in (head, *body)) for i in range(len(head))]
-    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body))
+    return "\n".join(
+        "  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body)
+    )
 
 
 def main() -> int:

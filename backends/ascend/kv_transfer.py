@@ -70,10 +70,19 @@ def kv_transfer(
         _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
     else:
         there = src.device
-        move(src, dst, src_slots.to(there, non_blocking=True), dst_slots.to(there, non_blocking=True), todo, todo)
+        move(
+            src,
+            dst,
+            src_slots.to(there, non_blocking=True),
+            dst_slots.to(there, non_blocking=True),
+            todo,
+            todo,
+        )
 
 
-def move(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range) -> None:
+def move(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range
+) -> None:
     """Rows from pool to pool by the kernel. Pools and slots are on one device."""
     for name in ("k", "v"):
         a, b = getattr(src, name), getattr(dst, name)

@@ -41,7 +41,9 @@ _CONSTANT = re.compile(r"(%[\w-]+) = (?:arith|llvm\.mlir)\.constant\(?\s*(-?\d+)
 _CAST = re.compile(
     r"hivm\.hir\.pointer_cast\(([^)]*)\)(?: \[[^\]]*\])? : memref<([^,>]*)([^#]*)#hivm\.address_space<ub>"
 )
-_UB_ACCESS = re.compile(r"memref\.(?:load|store) .*?%\S+\[([^\]]*)\].*: memref<[^:]*#hivm\.address_space<ub>>")
+_UB_ACCESS = re.compile(
+    r"memref\.(?:load|store) .*?%\S+\[([^\]]*)\].*: memref<[^:]*#hivm\.address_space<ub>>"
+)
 
 
 @dataclass(frozen=True)
@@ -136,5 +138,7 @@ def scalar_accesses(module: str) -> int:
     """Reads and writes of single elements of the unified buffer at an index that is no constant."""
     found = (_UB_ACCESS.search(line) for line in module.splitlines())
     return sum(
-        any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip()) for m in found if m
+        any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip())
+        for m in found
+        if m
     )

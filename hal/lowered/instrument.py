@@ -30,7 +30,18 @@ BOUNDS, RACE, WILD, MEMORY = 1, 2, 3, 4
 # Bits of an access.
 WRITE, COPY, ATOMIC = 1, 2, 8
 
-SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
+SIZES = {
+    "i1": 1,
+    "i8": 1,
+    "i16": 2,
+    "half": 2,
+    "bfloat": 2,
+    "i32": 4,
+    "float": 4,
+    "i64": 8,
+    "double": 8,
+    "ptr": 8,
+}
 
 _LOAD = re.compile(r"^(\s*%[\w.]+ = load (?:volatile )?)([^,]+), ptr (%[\w.]+|@[\w.]+)(.*)$")
 _STORE = re.compile(r"^(\s*store (?:volatile )?)(.+), ptr (%[\w.]+|@[\w.]+)((?:, (?:align|!).*)?)$")
@@ -40,15 +51,23 @@ _ATOMIC = re.compile(
 _ALLOCA = re.compile(r"^\s*(%[\w.]+) = alloca ")
 _DEFINE = re.compile(r"^define void @([\w.$]+)\((.*?)\)", re.M)
 _DECLARE = re.compile(r"^declare [^@]*@([\w.]+)\(.*$", re.M)
-_GLOBAL = re.compile(r"^@([\w.]+) = (?:private|internal) (?:unnamed_addr )?constant (.+?)(?:, align \d+)?$", re.M)
+_GLOBAL = re.compile(
+    r"^@([\w.]+) = (?:private|internal) (?:unnamed_addr )?constant (.+?)(?:, align \d+)?$", re.M
+)
 
 # Decides at run time which buffers to free. It works on the kernel's stack, never on its arguments' memory.
 _HELPER = "dealloc_helper"
 _OURS = {"malloc": "hal_alloc", "free": "hal_free", "memrefCopy": "memrefCopy"}
-_MEMCPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)")
+_MEMCPY = re.compile(
+    r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)"
+)
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
 # What a C library has under the names that LLVM's math intrinsics become, and the kernels' own use.
-_LIBM = {f + suffix for f in ("exp", "log", "sin", "cos", "tanh", "erf", "pow", "fma", "fmod") for suffix in ("", "f")}
+_LIBM = {
+    f + suffix
+    for f in ("exp", "log", "sin", "cos", "tanh", "erf", "pow", "fma", "fmod")
+    for suffix in ("", "f")
+}
 
 
 def params(llvm: str) -> tuple[str, list[str]]:
@@ -97,7 +116,9 @@ def instrument(llvm: str, traced: bool) -> str:
             out.append(line)
     text = "\n".join(out)
     span = [g for g, _ in _GLOBAL.findall(llvm)]
-    return "\n".join([text, RUNTIME, AT if traced else AT_UNTRACED, _entry(name, types), _constants(span, llvm)])
+    return "\n".join(
+        [text, RUNTIME, AT if traced else AT_UNTRACED, _entry(name, types), _constants(span, llvm)]
+    )
 
 
 def _checked(line: str, number: int, own: set[str], kernel: str) -> list[str]:
@@ -130,7 +151,9 @@ def _checked(line: str, number: int, own: set[str], kernel: str) -> list[str]:
         and "@llvm.stack" not in code
         and "attributes" not in code
     ):
-        raise LoweringError(kernel, "instrumentation", f"an access in a form that is not known: {line.strip()}")
+        raise LoweringError(
+            kernel, "instrumentation", f"an access in a form that is not known: {line.strip()}"
+        )
     return [line]
 
 

@@ -98,7 +98,11 @@ def lower(
     """
     toolchain.require()
     values = _bind(jit_fn, args, constexprs)
-    key = (jit_fn, tuple(_class_of(p, v) for p, v in zip(jit_fn.params, values, strict=True)), _frozen(options))
+    key = (
+        jit_fn,
+        tuple(_class_of(p, v) for p, v in zip(jit_fn.params, values, strict=True)),
+        _frozen(options),
+    )
     found = _lowered.get(key)
     if found is None:
         with _lock:

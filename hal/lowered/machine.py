@@ -121,12 +121,16 @@ class Machine:
         self._arena = mmap.mmap(-1, ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         self._arena_at = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
 
-    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]) -> dict[str, Traffic]:
+    def __call__(
+        self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
+    ) -> dict[str, Traffic]:
         """Run all programs. Raises what they did wrong; returns the traffic, if traced."""
         with self._lock:
             return self._launch(grid, args, shared)
 
-    def _launch(self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]) -> dict[str, Traffic]:
+    def _launch(
+        self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
+    ) -> dict[str, Traffic]:
         state = self._state
         ctypes.memset(state, 0, ctypes.sizeof(state))
         ctypes.memset(self._sink, 0, 8192)
@@ -171,12 +175,16 @@ class Machine:
         verb = "write" if s[ir.ERR_WRITE] & ir.WRITE else "read"
         program = _program(s[ir.ERR_PROGRAM], grid)
         if kind == ir.MEMORY:
-            return LoweredError(f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes")
+            return LoweredError(
+                f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes"
+            )
         if kind == ir.WILD:
             return AccessError(name, None, program, verb, 0, size)
         if kind == ir.RACE:
             other = s[ir.ERR_OTHER]
-            return RaceError(name, tensors[arg][0], program, None if other < 0 else _program(other, grid), verb, offset)
+            return RaceError(
+                name, tensors[arg][0], program, None if other < 0 else _program(other, grid), verb, offset
+            )
         extent = s[ir.FIRST_ARG + arg * ir.ARG_WORDS + ir.EXTENT]
         distance = offset if offset < 0 else max(0, offset + size - extent)
         return AccessError(name, tensors[arg][0], program, verb, distance, size)
@@ -251,7 +259,9 @@ def _gaps(t: Any) -> tuple[list[tuple[int, int]], int]:
     item = t.element_size()
     if t.is_contiguous() or t.numel() == 0:
         return [], 0
-    dims = sorted(((st * item, n) for n, st in zip(t.shape, t.stride(), strict=True) if n > 1 and st), reverse=True)
+    dims = sorted(
+        ((st * item, n) for n, st in zip(t.shape, t.stride(), strict=True) if n > 1 and st), reverse=True
+    )
     inner = item
     while dims and dims[-1][0] == inner:
         inner *= dims.pop()[1]

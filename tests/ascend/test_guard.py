@@ -84,7 +84,9 @@ def spawn(what: str, front: bool) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
     code = f"from ascend.test_guard import child; child({what!r}, {front})"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, check=False
+    )
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["end", "start"])

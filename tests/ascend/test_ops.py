@@ -32,7 +32,9 @@ def judge(op: str, args: dict[str, Any], want: dict[str, Want], before: dict[str
         out = result if name == "return" else args[name]
         assert bool(right_any(out, w).all()), f"{op}: {name}"
         if name != "return":
-            assert bool((same_bits(out, before[name]) | w.named).all()), f"{op}: {name} outside what the contract names"
+            assert bool((same_bits(out, before[name]) | w.named).all()), (
+                f"{op}: {name} outside what the contract names"
+            )
 
 
 def snapshot(args: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +134,15 @@ def test_between_device_and_host(out: bool, layout: str, order: str, monkeypatch
     monkeypatch.setattr(_runtime, "STAGING_BYTES", 4096)
     contract = spec("kv_transfer")
     here, there = ("layer_first", layout) if out else (layout, "layer_first")
-    args = contract.make(seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip", method="direct")
+    args = contract.make(
+        seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip", method="direct"
+    )
     before, want = snapshot(args), contract.oracle(args)
     copied = []
     copy = _runtime._copy
-    monkeypatch.setattr(_runtime, "_copy", lambda to, source: (copied.append(to.numel()), copy(to, source))[1])
+    monkeypatch.setattr(
+        _runtime, "_copy", lambda to, source: (copied.append(to.numel()), copy(to, source))[1]
+    )
     monkeypatch.setattr(_runtime, "host_is_dst", lambda src, dst: out)
     with lowered.recording() as launches:
         run("kv_transfer", args)
@@ -162,7 +168,9 @@ def test_consecutive_host_slots_are_one_copy(monkeypatch: pytest.MonkeyPatch) ->
 def test_dma_does_not_depend_on_the_page_size() -> None:
     counts = set()
     for page in (1, 16, 64):
-        args = spec("kv_transfer").make(n=64, src_page=page, dst_page=page, src_slots=64, dst_slots=64, order="random")
+        args = spec("kv_transfer").make(
+            n=64, src_page=page, dst_page=page, src_slots=64, dst_slots=64, order="random"
+        )
         with lowered.recording() as launches:
             run("kv_transfer", args)
         counts.add(sum(t.copies_in + t.copies_out for launch in launches for t in launch.traffic.values()))

@@ -37,7 +37,9 @@ def test_replays_on_what_recorded_it(recorded: Path) -> None:
 def test_a_changed_recording_fails(recorded: Path, tmp_path: Path, op: str) -> None:
     kept = torch.load(recorded / f"{op}.pt", weights_only=True)
     name, case = next(iter(kept["cases"].items()))
-    part, value = next((p, t) for p, t in case["outputs"].items() if not (op == "rope_kv_write" and p in "qk"))
+    part, value = next(
+        (p, t) for p, t in case["outputs"].items() if not (op == "rope_kv_write" and p in "qk")
+    )
     case["outputs"][part] = flipped(value)
     kept["cases"] = {name: case}
     torch.save(kept, tmp_path / f"{op}.pt")
@@ -95,5 +97,7 @@ def test_what_is_in_the_repository(request: pytest.FixtureRequest) -> None:
     """The recordings beside this file, if they have been made, hold on the reference."""
     here = Path(__file__).parent
     if not list(here.glob("*.pt")):
-        pytest.skip("no recordings yet: python -m hal.golden record tests/golden --backend cuda --device cuda")
+        pytest.skip(
+            "no recordings yet: python -m hal.golden record tests/golden --backend cuda --device cuda"
+        )
     assert all(o.passed for o in golden.replay(here, "reference", "cpu"))
