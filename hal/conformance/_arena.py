@@ -241,7 +241,9 @@ def _pool(name: str, pool: KVPool, build: Callable[[str, Tensor], Tensor]) -> KV
             return [build(f"{label}[{i}]", layer) for i, layer in enumerate(t)]
         return build(label, t)
 
-    return KVPool(half(f"{name}.k", pool.k), half(f"{name}.v", pool.v), layout=pool.layout, page_size=pool.page_size)
+    return KVPool(
+        half(f"{name}.k", pool.k), half(f"{name}.v", pool.v), layout=pool.layout, page_size=pool.page_size
+    )
 
 
 def _block(name: str, t: Tensor, allocate: Allocator, poison: int, shift: int, is_output: bool) -> Block:

@@ -64,7 +64,9 @@ def cases_of(spec: OpSpec) -> list[Case]:
     out += of("supports", [s for s in small if s.tag != "required"], may_die=True)
     out += [Case(op, "errors", e.name) for e in spec.errors]
     out += of("pages", busy, may_die=True)
-    out += of("determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())]))
+    out += of(
+        "determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())])
+    )
     out += [Case(op, proof, "all") for proof in ("sequence", "threads", "leak", "ragged")]
     if any(isinstance(a, PoolArg) for a in spec.args.values()):
         out += [Case(op, "placement", p) for p in PLACEMENTS]

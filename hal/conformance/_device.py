@@ -61,7 +61,9 @@ def _chosen(run: Run) -> list[Sample]:
     return [on_device[0], on_device[len(on_device) // 2], on_device[-1]]
 
 
-def _ready(run: Run, sample: Sample, seed: int = 0, poison: int = POISONS[1]) -> tuple[Any, Placed, Callable[[], Any]]:
+def _ready(
+    run: Run, sample: Sample, seed: int = 0, poison: int = POISONS[1]
+) -> tuple[Any, Placed, Callable[[], Any]]:
     """(what must come out, arguments on the device, the bound call), everything compiled and warm."""
     arguments = run.make(**{**sample.params, "seed": seed})
     wants = run.spec.oracle(arguments)
@@ -190,7 +192,9 @@ def overlap(run: Run) -> None:
     try:
         from hal.conformance._producer import late_copy
     except ImportError:
-        raise Outcome(NOT_RUN, "the slow producer is a Triton kernel: pip install 'hal-kernels[cuda]'") from None
+        raise Outcome(
+            NOT_RUN, "the slow producer is a Triton kernel: pip install 'hal-kernels[cuda]'"
+        ) from None
     for sample in _chosen(run):
         wants, placed, call = _ready(run, sample)
         blocks = list(placed.all())
@@ -217,12 +221,16 @@ def overlap(run: Run) -> None:
             for b, whole in zip(blocks, copies, strict=True):
                 b.raw.copy_(whole)
             torch.cuda.synchronize(run.device)
-            _judged(run, wants, placed, out if fresh else ret, "between a slow producer and an early consumer")
+            _judged(
+                run, wants, placed, out if fresh else ret, "between a slow producer and an early consumer"
+            )
 
 
 def _table(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """(source, target, bytes) per pair, on the device. Pinned and asynchronous: it must not sync the stream."""
-    rows = torch.tensor([[a.data_ptr(), b.data_ptr(), a.nbytes] for a, b in pairs], dtype=torch.int64).view(-1)
+    rows = torch.tensor([[a.data_ptr(), b.data_ptr(), a.nbytes] for a, b in pairs], dtype=torch.int64).view(
+        -1
+    )
     return rows.pin_memory().to(pairs[0][1].device, non_blocking=True)
 
 
@@ -241,7 +249,9 @@ def memory(run: Run) -> None:
         if any(ret is v for v in placed.values.values()):
             allowed = 0
         if held > allowed:
-            raise Failure(f"{sample.name}: the call holds {held} bytes of device memory; its result needs {allowed}")
+            raise Failure(
+                f"{sample.name}: the call holds {held} bytes of device memory; its result needs {allowed}"
+            )
     run.control()
 
 

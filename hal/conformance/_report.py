@@ -73,7 +73,9 @@ def verdict(
                 why = f" ({reasons.get(some[0].id, '').splitlines()[0]})" if reasons.get(some[0].id) else ""
                 many = f"{len(some)} required case{'s' * (len(some) > 1)}"
                 lacking.append(f"{op}: {many} {MARKS[outcome].lower()}, first {some[0].id}{why}")
-    optional = [i for i in failed if i not in {c.id for c in cases if c.tag == "required" and c.op in set(core)}]
+    optional = [
+        i for i in failed if i not in {c.id for c in cases if c.tag == "required" and c.op in set(core)}
+    ]
     if optional:
         lacking.append(f"{len(optional)} other case{'s' * (len(optional) > 1)} failed, first {optional[0]}")
     lacking += wrong
@@ -254,7 +256,9 @@ def junit(report: Mapping[str, Any]) -> str:
                 )
                 body.text = _plain(c["reason"] + "\n\n" + c["snippet"])
             elif c["outcome"] != PASSED:
-                ElementTree.SubElement(case, "skipped", message=_plain(f"{MARKS[c['outcome']]}: {c['reason']}"))
+                ElementTree.SubElement(
+                    case, "skipped", message=_plain(f"{MARKS[c['outcome']]}: {c['reason']}")
+                )
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -303,10 +307,13 @@ def page(report: Mapping[str, Any]) -> str:
     ]
     if result["lacking"]:
         parts.append(
-            "<h2>What certification lacks</h2><ul>" + "".join(f"<li>{e(r)}" for r in result["lacking"]) + "</ul>"
+            "<h2>What certification lacks</h2><ul>"
+            + "".join(f"<li>{e(r)}" for r in result["lacking"])
+            + "</ul>"
         )
     parts.append(
-        "<h2>Cases by op and proof</h2><div class=wide><table><tr><th>" + "".join(f"<th>{e(o)}" for o in table)
+        "<h2>Cases by op and proof</h2><div class=wide><table><tr><th>"
+        + "".join(f"<th>{e(o)}" for o in table)
     )
     for proof in proofs:
         parts.append(f"<tr><th>{e(proof)}")
@@ -328,8 +335,15 @@ def page(report: Mapping[str, Any]) -> str:
         parts.append("</table>")
     parts.append("<h2>Waivers</h2>")
     shown = [str(Waiver(**w)) for w in report["waivers"]]
-    parts.append("<ul>" + "".join(f"<li>{e(w)}" for w in shown) + "</ul>" if shown else "<p class=soft>none</p>")
-    for title, outcome in (("Failed", FAILED), ("Not run", NOT_RUN), ("Refused", REFUSED), ("Simulated", SIMULATED)):
+    parts.append(
+        "<ul>" + "".join(f"<li>{e(w)}" for w in shown) + "</ul>" if shown else "<p class=soft>none</p>"
+    )
+    for title, outcome in (
+        ("Failed", FAILED),
+        ("Not run", NOT_RUN),
+        ("Refused", REFUSED),
+        ("Simulated", SIMULATED),
+    ):
         some = [c for c in cases if c["outcome"] == outcome]
         if some:
             rows = "".join(

@@ -36,6 +36,8 @@ from hal.conformance._result import (
 
 SILENCE = {"device": 120.0, "interpreter": 900.0, "lowered": 900.0}
 """Seconds without a word after which a case hangs, by lane."""
+START = 120.0
+"""Seconds that a worker may take to import torch and the backend, on a machine that is busy."""
 DEATHS = 12
 """Processes that a backend may kill before the rest is given up."""
 EXAMPLES = 60
@@ -121,7 +123,9 @@ def execute(
             deaths += 1
             if deaths >= DEATHS:
                 for case_id in todo:
-                    outcome.results[case_id] = Result(case_id, NOT_RUN, f"given up after {deaths} dead processes")
+                    outcome.results[case_id] = Result(
+                        case_id, NOT_RUN, f"given up after {deaths} dead processes"
+                    )
                 break
     return outcome
 
@@ -130,7 +134,11 @@ class _Listener:
     """Follows the lines of one worker."""
 
     def __init__(
-        self, outcome: Outcome, expected: Sequence[str], total: int, progress: Callable[[Result, int, int], None]
+        self,
+        outcome: Outcome,
+        expected: Sequence[str],
+        total: int,
+        progress: Callable[[Result, int, int], None],
     ) -> None:
         self.outcome = outcome
         self.expected = set(expected)
@@ -139,6 +147,7 @@ class _Listener:
         self.running: str | None = None
         self.tried: str | None = None
         self.done = False
+        self.started = False
 
     def listen(self, child: subprocess.Popen[bytes], path: Path, limit: float) -> str:
         """``done``, ``died`` or ``silent``."""
@@ -158,7 +167,7 @@ class _Listener:
                     return "done"
                 if not alive:
                     return "died"
-                if time.monotonic() - heard > limit:
+                if time.monotonic() - heard > (limit if self.started else max(limit, START)):
                     return "silent"
                 time.sleep(0.02)
 
@@ -166,6 +175,7 @@ class _Listener:
         if "fatal" in line:
             self.outcome.fatal = line["fatal"]
         elif "ready" in line:
+            self.started = True
             self.outcome.device = line["device"]
             self.outcome.declared.update(line["declared"])
         elif "begin" in line:
@@ -254,12 +264,16 @@ def main(
         if verify is not None:
             return check(Path(verify), rerun, say)
         if backend is None:
-            raise SelectionError("hal: conformance: name a backend: cpu, cuda, ascend, reference, or a plugin's")
+            raise SelectionError(
+                "hal: conformance: name a backend: cpu, cuda, ascend, reference, or a plugin's"
+            )
         if certify and (ops or imports):
             raise SelectionError(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"
             )
-        document = judged(backend, ops, lane, certify, imports, device, silence, None if quiet else _progress())
+        document = judged(
+            backend, ops, lane, certify, imports, device, silence, None if quiet else _progress()
+        )
     except HalError as e:
         print(e, file=sys.stderr)
         return 2
@@ -426,7 +440,9 @@ def inconsistencies(report: Mapping[str, Any]) -> list[str]:
     lacking = [c.id for c in cases if c.id not in rows]
     extra = sorted(set(rows) - {c.id for c in cases})
     wrong += [
-        f"{len(ids)} cases {what}, first {ids[0]}" for ids, what in ((lacking, "missing"), (extra, "unknown")) if ids
+        f"{len(ids)} cases {what}, first {ids[0]}"
+        for ids, what in ((lacking, "missing"), (extra, "unknown"))
+        if ids
     ]
     for case in cases:
         row = rows.get(case.id)
@@ -440,7 +456,9 @@ def inconsistencies(report: Mapping[str, Any]) -> list[str]:
             wrong.append(f"{case.id}: passed with an error beyond the bound")
         if row["outcome"] == NOT_APPLICABLE and case.proof not in _MAY_NOT_APPLY:
             wrong.append(f"{case.id}: {case.proof} always applies")
-    waivers = _waivers.read({k: v for k, v in w.items() if v is not None or k != "expires"} for w in report["waivers"])
+    waivers = _waivers.read(
+        {k: v for k, v in w.items() if v is not None or k != "expires"} for w in report["waivers"]
+    )
     again = _report.verdict(
         cases, {i: r["outcome"] for i, r in rows.items()}, waivers, core=core_ops(), certify=report["certify"],
         today=report["date"], reasons={i: r["reason"] for i, r in rows.items()},

@@ -120,7 +120,9 @@ class RegistryTarget:
         if manifest is None:
             raise SelectionError(f"hal: conformance: {backend} is {entry.state(lane)}")
         if lane not in manifest.lanes:
-            raise SelectionError(f"hal: conformance: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}")
+            raise SelectionError(
+                f"hal: conformance: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}"
+            )
         where = torch.device(device or manifest.lanes[lane][0])
         if where.type not in manifest.lanes[lane]:
             raise SelectionError(

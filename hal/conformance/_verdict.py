@@ -17,7 +17,9 @@ class Failure(Exception):
     """The backend did not do what the contract says; the text says where."""
 
 
-def judge(spec: OpSpec, wants: Mapping[str, Want], placed: Placed, ret: Any, device: torch.device) -> dict[str, float]:
+def judge(
+    spec: OpSpec, wants: Mapping[str, Want], placed: Placed, ret: Any, device: torch.device
+) -> dict[str, float]:
     """The headroom by dtype, if all is right.
 
     Raises:
@@ -76,7 +78,9 @@ def _note(room: dict[str, float], got: Tensor, want: Want) -> None:
         room[name] = max(room.get(name, 0.0), headroom(got, want))
 
 
-def _results(label: str, got: Tensor, want: Want, before: Tensor | None, truths: Mapping[str, Want]) -> list[str]:
+def _results(
+    label: str, got: Tensor, want: Want, before: Tensor | None, truths: Mapping[str, Want]
+) -> list[str]:
     right = right_any(got, want)
     if bool(right.all()):
         return []
