@@ -109,7 +109,9 @@ class Run:
         self.failing = params
         return self.spec.make(**params)
 
-    def place(self, arguments: Mapping[str, Any], poison: int = POISONS[0], shift: int = 0, where: str = "") -> Placed:
+    def place(
+        self, arguments: Mapping[str, Any], poison: int = POISONS[0], shift: int = 0, where: str = ""
+    ) -> Placed:
         """`arguments` on the target's device; slots of ``method="direct"`` on the CPU, as it asks."""
         host: dict[str, Allocator] = {}
         if self.device.type != "cpu" and any(isinstance(a, PoolArg) for a in self.spec.args.values()):
@@ -121,7 +123,9 @@ class Run:
                 host["dst"] = pinned
             if rest.endswith("cpu-slots") or arguments.get("method") == "direct" or where == "host-to-host":
                 host |= {"src_slots": plain, "dst_slots": plain}
-        return place(arguments, on_device(self.device), poison=poison, outputs=self.outputs, shift=shift, host=host)
+        return place(
+            arguments, on_device(self.device), poison=poison, outputs=self.outputs, shift=shift, host=host
+        )
 
     # --- calls ---
 
@@ -230,7 +234,9 @@ def large(run: Run) -> None:
 
 
 def misaligned(run: Run) -> None:
-    if names_nothing(run.prove(run.sample().params, ways=((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])), shift=1)):
+    if names_nothing(
+        run.prove(run.sample().params, ways=((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])), shift=1)
+    ):
         run.control()
 
 
@@ -267,7 +273,9 @@ def errors(run: Run) -> None:
                 f"expected an ArgumentError naming {sample.argument}, got one naming {e.argument}: {e}"
             ) from e
     except Exception as e:
-        raise Failure(f"expected an ArgumentError naming {sample.argument}, got {type(e).__name__}: {e}") from e
+        raise Failure(
+            f"expected an ArgumentError naming {sample.argument}, got {type(e).__name__}: {e}"
+        ) from e
     else:
         raise Failure(f"expected an ArgumentError naming {sample.argument}; the call went through")
     for block in placed.all():
@@ -305,7 +313,9 @@ def determinism(run: Run) -> None:
             first = now
         for a, b in zip(first, now, strict=True):
             if not bool(same_bits(a, b).all()):
-                raise Failure(f"nondeterministic, though declared deterministic: call {turn + 1} has other bits")
+                raise Failure(
+                    f"nondeterministic, though declared deterministic: call {turn + 1} has other bits"
+                )
     if names_nothing(wants):
         run.control()
 
@@ -373,7 +383,9 @@ def threads(run: Run) -> None:
             try:
                 run.judge(wants, placed, out[0])
             except Failure as e:
-                raise Failure(f"race between threads: right alone, but wrong among {count} threads: {e}") from None
+                raise Failure(
+                    f"race between threads: right alone, but wrong among {count} threads: {e}"
+                ) from None
 
 
 def leak(run: Run) -> None:
@@ -407,7 +419,9 @@ def ragged(run: Run) -> None:
     try:
         from hypothesis import HealthCheck, Phase, assume, given, settings, strategies
     except ImportError:
-        raise Outcome(NOT_RUN, "hypothesis is not installed: pip install 'hal-kernels[conformance]'") from None
+        raise Outcome(
+            NOT_RUN, "hypothesis is not installed: pip install 'hal-kernels[conformance]'"
+        ) from None
     ran = 0
     examples = min(run.examples, 8) if run.slow else run.examples
 
@@ -444,8 +458,15 @@ def placement(run: Run) -> None:
     from hal.registry._table import live
 
     entry = live.current().entries.get(run.target.backend.partition("/")[0])
-    if where == "host-to-host" and entry and entry.manifest and "cpu" not in entry.manifest.lanes[run.target.lane]:
-        raise Outcome(NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's")
+    if (
+        where == "host-to-host"
+        and entry
+        and entry.manifest
+        and "cpu" not in entry.manifest.lanes[run.target.lane]
+    ):
+        raise Outcome(
+            NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's"
+        )
     for sample in run.busy:
         method = sample.params.get("method", "auto")
         if method == "direct" and not (where.endswith("cpu-slots") or where == "host-to-host"):
@@ -513,7 +534,10 @@ def refusal(case: Case, target: Target, why: str) -> tuple[str, str]:
         return FAILED, f"supports refuses what is required: {why}"
     if target.limits is not None and not any(why.startswith(limit) for limit in target.limits):
         declared = ", ".join(target.limits) or "none"
-        return FAILED, f"refused for a reason that names no limit of the manifest (declared: {declared}): {why}"
+        return (
+            FAILED,
+            f"refused for a reason that names no limit of the manifest (declared: {declared}): {why}",
+        )
     return REFUSED, why
 
 
