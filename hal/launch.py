@@ -104,7 +104,9 @@ class Kernel:
 
     def bind(self, **static: Any) -> Launch:
         """The launch of this kernel with these constexprs and compile options, made once and kept."""
-        key = tuple((k, v.__class__, repr(v) if v.__class__ is float else v) for k, v in sorted(static.items()))
+        key = tuple(
+            (k, v.__class__, repr(v) if v.__class__ is float else v) for k, v in sorted(static.items())
+        )
         launch = self._bound.get(key)
         if launch is None:
             launch = self._bound.setdefault(key, Launch(self, static))
@@ -182,7 +184,9 @@ class Launch:
     def _pattern(self, args: Sequence[Any]) -> str:
         pattern = "".join(map(_kind, self.args, args))
         if len(args) != len(self.args):
-            raise TypeError(f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given")
+            raise TypeError(
+                f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given"
+            )
         if pattern not in self._patterns:
             self._patterns[pattern], self._keys[pattern] = _generate(self, pattern)
         return pattern
@@ -295,7 +299,9 @@ def _kind(param: _Param, value: Any) -> str:
         return "n"
     kind = {bool: "b", int: "i", float: "f"}.get(value.__class__)
     if kind is None:
-        raise TypeError(f"hal: parameter {param.name}: a tensor, int, float, bool or None; got {type(value).__name__}")
+        raise TypeError(
+            f"hal: parameter {param.name}: a tensor, int, float, bool or None; got {type(value).__name__}"
+        )
     return "a" if param.typed and kind == "i" else kind
 
 
@@ -336,6 +342,7 @@ def _generate(launch: Launch, pattern: str) -> tuple[Callable[..., None], Callab
     same = "".join(f" or a{i}.get_device() != dev" for i in tensors[1:])
     args = _place(launch, [f"p{i}" if c == "t" else names[i] for i, c in enumerate(pattern)])
     pointers = "; ".join(g for g in guard if not g.startswith("if")) or "pass"
+    tail = "".join(f", {a}" for a in args)
     body = f"""
 def key_of({", ".join(names)}):
     {pointers}
@@ -361,7 +368,7 @@ def fast(grid, {", ".join(names)}):
         return triton_launch(grid, {", ".join(names)})
     fn, coop, pdl, _, _, meta, _, _, _ = hit.head
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    hit.launch(x, y, z, stream(dev), fn, coop, pdl, None, None, meta, None, None, None{"".join(", " + str(a) for a in args)})
+    hit.launch(x, y, z, stream(dev), fn, coop, pdl, None, None, meta, None, None, None{tail})
 """
     space: dict[str, Any] = {
         "runtime": knobs.runtime, "compilation": knobs.compilation, "enter": knobs.runtime.launch_enter_hook,
@@ -411,7 +418,9 @@ def _used_globals(kernel: Kernel) -> list[Any]:
 
 
 def _changed(used: list[Any]) -> bool:
-    return any(space.get(name, _kernels) is not value and space.get(name) != value for name, value, space in used)
+    return any(
+        space.get(name, _kernels) is not value and space.get(name) != value for name, value, space in used
+    )
 
 
 _kernels: list[Kernel] = []

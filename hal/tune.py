@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hal._env import cache_dir
+
 
 def folder() -> Path:
-    """Where tables are kept: HAL_CACHE_DIR, else ~/.cache/hal."""
-    return Path(os.environ.get("HAL_CACHE_DIR") or Path.home() / ".cache" / "hal")
+    """Where tables are kept: ``HAL_CACHE_DIR``, or its default."""
+    return Path(cache_dir())
 
 
 def path(op: str, device: int) -> Path:

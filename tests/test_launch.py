@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton.knobs", reason="the key is that of the Triton which has `knobs`; Ascend's has none")
+pytest.importorskip(
+    "triton.knobs", reason="the key is that of the Triton which has `knobs`; Ascend's has none"
+)
 
 import triton.language as tl
 from hypothesis import given, settings
@@ -113,10 +115,13 @@ def triton_key(kernel: launch.Kernel, args: tuple[Any, ...], **static: Any) -> s
 
 
 ADDRESSES = st.sampled_from([0, 16, 4096, 4098, 8, 24, 1 << 40, (1 << 40) + 2])
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.float8_e4m3fn, torch.bool])
+DTYPES = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.float8_e4m3fn, torch.bool]
+)
 POINTERS = st.builds(Pointer, ADDRESSES, DTYPES)
 INTS = st.one_of(
-    st.sampled_from([0, 1, 2, 15, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63]),
+    st.sampled_from([0, 1, 2, 15, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1,
+                     2**63 - 1, 2**63]),
     st.integers(-(2**63), 2**64 - 1),
 )  # fmt: skip
 ANY = st.one_of(INTS, st.booleans(), st.floats(), st.none(), POINTERS)
@@ -161,7 +166,9 @@ def test_which_pointer_is_misaligned_is_in_the_key(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("n", "m")])
-def test_width_of_an_integer_goes_by_value_even_where_it_is_not_specialised(rig: Rig, frozen: tuple[str, ...]) -> None:
+def test_width_of_an_integer_goes_by_value_even_where_it_is_not_specialised(
+    rig: Rig, frozen: tuple[str, ...]
+) -> None:
     one = launch.Kernel(plain, frozen).bind(BLOCK=64)
     for n in (3, 2**31 - 1, 2**31 + 5, 2**63 + 5, 7, -(2**31), -(2**31) - 5):
         one((1, 1, 1), Pointer(16), Pointer(16), n, 5)
@@ -218,7 +225,7 @@ def test_a_tensor_elsewhere_is_an_error_also_when_its_form_is_compiled(rig: Rig,
         pointers[wrong] = Pointer(16, device=device)
         if wrong == 0 and device == 1:
             continue  # then the other one is the stranger
-        with pytest.raises(ArgumentError, match="plain: [ab]"):
+        with pytest.raises(ArgumentError, match=r"plain: [ab]"):
             one((1, 1, 1), *pointers, 5, 5)
     assert len(rig.started()) == 1
 

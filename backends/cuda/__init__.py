@@ -13,7 +13,10 @@ def hal_backend() -> Backend:
         ops={
             op: Impl(f"{_HERE}.{op}:{op}", supports=f"{_HERE}.{op}:supports", graph_safe=True, deterministic=exact)
             for op, exact in (
-                ("get_last_loc", True), ("assign_extend_cache_locs", True), ("rope_kv_write", False), ("kv_transfer", False),
+                ("get_last_loc", True),
+                ("assign_extend_cache_locs", True),
+                ("rope_kv_write", False),
+                ("kv_transfer", False),
             )
         },
         requires=("triton>=3.6,<3.7",),

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# A kernel is typed by its arguments at run time.
 """The streaming copy kernel of kv_transfer: rows between any two strided descriptions of a pool.
 
 A row is one (token, layer, half) or, in page_head, one head of it. Tiles of rows are kept in flight; the
@@ -82,7 +84,13 @@ def upload(slots: Tensor, device: torch.device) -> Tensor:
 
 
 def rows(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device, count: int
+    src: KVPool,
+    dst: KVPool,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    layers: range,
+    device: torch.device,
+    count: int,
 ) -> None:
     """Copy between pools, by `count` programs at most."""
     plan(src.planes(), dst.planes(), src.page_size, dst.page_size, device).run(
@@ -94,7 +102,12 @@ class Plan:
     """A copy between two descriptions: everything but the slots, decided once."""
 
     def __init__(
-        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+        self,
+        src: tuple[Plane, ...],
+        dst: tuple[Plane, ...],
+        src_page: int,
+        dst_page: int,
+        device: torch.device,
     ) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HalError(
@@ -118,7 +131,11 @@ class Plan:
             units = g.halves * number
             most = (2**31 - 2**20) // (units * g.chunks)
             for i in range(0, n, most):
-                a, b = (src_slots, dst_slots) if n <= most else (src_slots[i : i + most], dst_slots[i : i + most])
+                a, b = (
+                    (src_slots, dst_slots)
+                    if n <= most
+                    else (src_slots[i : i + most], dst_slots[i : i + most])
+                )
                 tiles = -(-a.numel() * units * g.chunks // g.rows)
                 g.launch.start(
                     (tiles if tiles < count else count, 1, 1), a, b, g.src_bases, g.dst_bases, a.numel(), units,
@@ -130,7 +147,12 @@ class _Group:
     """Halves (k and v) that one launch copies."""
 
     def __init__(
-        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+        self,
+        src: tuple[Plane, ...],
+        dst: tuple[Plane, ...],
+        src_page: int,
+        dst_page: int,
+        device: torch.device,
     ) -> None:
         a, b = src[0], dst[0]
         self.halves = len(src)
@@ -156,7 +178,7 @@ class _Group:
             ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
         )  # fmt: skip
         self.src_bases, self.dst_bases = (
-upload(torch.tensor([base for p in side for base in p.bases], dtype=torch.int64), device)
+            upload(torch.tensor([base for p in side for base in p.bases], dtype=torch.int64), device)
             for side in (src, dst)
         )
 
@@ -166,7 +188,9 @@ _in_graphs: set[Plan] = set()
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
 
-def plan(src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device) -> Plan:
+def plan(
+    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
+) -> Plan:
     """Kept by the identity of the descriptions, which it holds, so that none can come again for another."""
     key = (id(src), id(dst), src_page, dst_page, device)
     found = _plans.get(key)

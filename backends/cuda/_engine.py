@@ -94,7 +94,9 @@ def addresses(src: KVPool, dst: KVPool, s: Any, d: Any, layers: range) -> Runs:
         out = []
         for layer, chunk, token, _ in sides:
             axes = {"layer": layer, "chunk": chunk, "token": token}
-            grid = axes[order[0]][:, None, None] + axes[order[1]][None, :, None] + axes[order[2]][None, None, :]
+            grid = (
+                axes[order[0]][:, None, None] + axes[order[1]][None, :, None] + axes[order[2]][None, None, :]
+            )
             out.append(grid.reshape(-1).astype(np.uint64))
         parts.append((out[0], out[1], np.full(len(out[0]), size, dtype=np.uint64)))
     to, frm, size_of = (np.concatenate([p[i] for p in parts]) for i in range(3))

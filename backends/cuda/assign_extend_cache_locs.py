@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# A kernel is typed by its arguments at run time.
 """assign_extend_cache_locs: the slots of all new tokens, request after request, in one flat tensor.
 
 Up to FEW requests, a program has a part of one request and sums the lengths of those before it. With more,
@@ -53,7 +55,19 @@ def _starts(starts, j, bs, size, width):
 
 
 @launch.jit(
-    do_not_specialize=("table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts")
+    do_not_specialize=(
+        "table",
+        "requests",
+        "starts",
+        "ends",
+        "out",
+        "bs",
+        "rows",
+        "width",
+        "stride",
+        "size",
+        "parts",
+    )
 )
 def assign_few_kernel(
     table, requests, starts, ends, out,
@@ -126,7 +140,17 @@ def assign_many_kernel(
                 for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
                     t = first + tl.arange(0, TILE)[None, :]
                     wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
-                    _copy(table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width)
+                    _copy(
+                        table,
+                        row[:, None],
+                        known[:, None],
+                        start[:, None],
+                        t,
+                        wanted,
+                        out,
+                        begin[:, None],
+                        width,
+                    )
             if most > SPAN:
                 for i in range(GROUP):
                     here = r == i

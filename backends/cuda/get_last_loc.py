@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# A kernel is typed by its arguments at run time.
 """get_last_loc: ``out[i] = req_to_token[requests[i], lens[i] - 1]``, -1 where that is no element.
 
 One thread a request. All index math is in 64 bits, after the index was checked.

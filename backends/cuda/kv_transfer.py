@@ -48,7 +48,9 @@ def _from_host(
 ) -> None:  # fmt: skip
     """Slots on the CPU: their runs are known, so any method will do."""
     if torch.cuda.is_current_stream_capturing():
-        raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
+        raise HalError(
+            "hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device"
+        )
     if method == "auto":
         method = _staging.choose(src, dst, src_slots, dst_slots, todo, device)
     if method == "direct":
@@ -59,7 +61,9 @@ def _from_host(
     _copy.rows(src, dst, a, b, todo, device, _copy.programs(src, dst, device))
 
 
-def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
+def _direct(
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device
+) -> None:
     s, d = (x.numpy().astype(np.int64, copy=False) for x in (src_slots, dst_slots))
     there = (s >= 0) & (s < src.num_slots) & (d >= 0) & (d < dst.num_slots)
     if not there.all():
@@ -89,7 +93,5 @@ def supports(sig: Any) -> str | None:
         return None
     kernel = sig["src_slots"].device != "cpu" or sig["method"] == "kernel"
     if kernel and any(p.device == "cpu" and not p.pinned for p in (sig["src"], sig["dst"])):
-        return (
-            "pinned: no kernel reaches pageable host memory; KVPool.host_like pins, and slots on the CPU need no kernel"
-        )
+        return "pinned: no kernel reaches pageable host memory; pin it (KVPool.host_like), or give slots on the CPU"
     return None

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# A kernel is typed by its arguments at run time.
 """rope_kv_write: rotate q and k in place, write k and v to the cache, in one kernel.
 
 A program has a tile of [tokens, heads] of q, or of k and v: many heads of a token where there are
@@ -144,7 +146,16 @@ def rope_kv_write_kernel(
         for i in tl.static_range(Q_TOKENS):
             c, d = _rotated(q_loaded[i][2][0], q_loaded[i][2][1], q_turned[i][0], q_turned[i][1])
             _store_pairs(
-                q_loaded[i][0], c, d, q_turned[i][2] & q_loaded[i][1], q_head, HALF, HALF_PAD, INTERLEAVED, 0, False
+                q_loaded[i][0],
+                c,
+                d,
+                q_turned[i][2] & q_loaded[i][1],
+                q_head,
+                HALF,
+                HALF_PAD,
+                INTERLEAVED,
+                0,
+                False,
             )
     else:
         first = (program // KV_PARTS).to(tl.int64) * KV_TOKENS
@@ -193,7 +204,9 @@ class _Plan:
 
     __slots__ = ("sizes", "strides")
 
-    def __init__(self, strides: tuple[int, ...], sizes: list[tuple[int, launch.Launch, int, int, int, int]]) -> None:
+    def __init__(
+        self, strides: tuple[int, ...], sizes: list[tuple[int, launch.Launch, int, int, int, int]]
+    ) -> None:
         self.strides, self.sizes = strides, sizes
 
 
@@ -258,7 +271,16 @@ def rope_kv_write(
     num_slots = 0
     if k_cache is None or v_cache is None or v is None:
         v = k_cache = v_cache = slots = None
-        key: tuple[object, ...] = (q_heads, head_dim, rotary, interleaved, device, k.shape[1], q.stride(), k.stride())
+        key: tuple[object, ...] = (
+            q_heads,
+            head_dim,
+            rotary,
+            interleaved,
+            device,
+            k.shape[1],
+            q.stride(),
+            k.stride(),
+        )
     else:
         num_slots, *inner, _ = k_cache.shape
         if len(inner) == 2:
@@ -287,11 +309,13 @@ def rope_kv_write(
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
-    run.start(((n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts, 1, 1), *args)
+    run.start(
+        ((n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts, 1, 1), *args
+    )
 
 
 def _as_float(scale: float | Tensor | None) -> float | Tensor | None:
-    return float(scale) if scale.__class__ is int else scale  # type: ignore[arg-type]
+    return float(scale) if scale.__class__ is int else scale
 
 
 def supports(sig: Any) -> str | None:

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call, misc, call-arg, arg-type, attr-defined, no-any-return, unused-ignore"
+# torch.cuda has untyped streams and events, and calls are passed on as *args.
 """Whether this machine can run these kernels, and getting ready: compiling, staging, the cost table."""
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def _get_last_loc(where: torch.device, args: dict[str, Any] | None) -> None:
     from hal.backends.cuda.get_last_loc import get_last_loc
 
     zero = torch.zeros(1, dtype=torch.int64, device=where)
-    get_last_loc(**(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero}))
+    get_last_loc(
+        **(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero})
+    )
 
 
 def _assign_extend_cache_locs(where: torch.device, args: dict[str, Any] | None) -> None:
@@ -76,14 +80,17 @@ def _assign_extend_cache_locs(where: torch.device, args: dict[str, Any] | None) 
 
     zero = torch.zeros(1, dtype=torch.int64, device=where)
     given = args or {
-        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero, "end_offsets": zero, "out": zero,
+        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
+        "end_offsets": zero, "out": zero,
     }  # fmt: skip
     for bs in (1, FEW + 1):
         index = [
             torch.zeros(bs, dtype=given[n].dtype, device=where)
             for n in ("req_pool_indices", "start_offsets", "end_offsets")
         ]
-        assign_extend_cache_locs(given["req_to_token"], *index, torch.zeros(1, dtype=given["out"].dtype, device=where))
+        assign_extend_cache_locs(
+            given["req_to_token"], *index, torch.zeros(1, dtype=given["out"].dtype, device=where)
+        )
 
 
 def _rope_kv_write(where: torch.device, args: dict[str, Any] | None) -> None:
@@ -140,9 +147,13 @@ def tune() -> list[dict[str, Any]]:
             there = torch.randperm(4096)[:n]
             # Runs with a gap of one between them.
             here = (torch.arange(n) // run) * (run + (run < n)) + torch.arange(n) % run
-            for way, (a, b, s, d) in {"d2h": (pool, host, there, here), "h2d": (host, pool, here, there)}.items():
+            for way, (a, b, s, d) in {
+                "d2h": (pool, host, there, here),
+                "h2d": (host, pool, here, there),
+            }.items():
                 calls = {
-                    m: (lambda m=m, a=a, b=b, s=s, d=d: kv_transfer(a, b, s, d, method=m)) for m in ("kernel", "direct")
+                    m: (lambda m=m, a=a, b=b, s=s, d=d: kv_transfer(a, b, s, d, method=m))
+                    for m in ("kernel", "direct")
                 }
                 gbs = wall_gbs(calls, 2 * n * token, rounds=5 if n > 256 else 15)
                 costs[way].append([float(run * token), float(2 * n * token), gbs["kernel"], gbs["direct"]])

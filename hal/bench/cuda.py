@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call, misc, call-arg, arg-type, attr-defined, no-any-return, unused-ignore"
+# torch.cuda has untyped streams and events, and calls are passed on as *args.
 """The tables of `hal bench --device cuda`: ours and every importable peer, in one run.
 
 Device time: the median over CUDA-graph replays of many calls on rotating inputs, implementations
@@ -99,7 +101,9 @@ def copy_gbs(nbytes: int = 1 << 31) -> float:
 # --- get_last_loc, assign_extend_cache_locs ---------------------------------------------------------
 
 
-def get_last_loc(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), table: tuple[int, int] = (4096, 8192)) -> list[Row]:
+def get_last_loc(
+    sizes: Iterable[int] = (1, 32, 256, 1024, 4096), table: tuple[int, int] = (4096, 8192)
+) -> list[Row]:
     """Rows: bs, device and host microseconds of each."""
     from hal.backends.cuda.get_last_loc import get_last_loc as ours
     from hal.ops.get_last_loc import get_last_loc as reference
@@ -109,7 +113,7 @@ def get_last_loc(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), table: tuple[i
     out = []
     for bs in sizes:
         data = [
-            (tokens, torch.randint(0, table[0], (bs,), device="cuda"), torch.randint(1, table[1] + 1, (bs,), device="cuda"))
+            (tokens, torch.randint(0, table[0], (bs,)).cuda(), torch.randint(1, table[1] + 1, (bs,)).cuda())
             for _ in range(16)
         ]  # fmt: skip
         impls: dict[str, Callable[..., Any]] = {"hal": ours}
@@ -118,7 +122,9 @@ def get_last_loc(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), table: tuple[i
         for fn in impls.values():
             assert torch.equal(fn(*data[0]), reference(*data[0]))
         calls = {name: (lambda i, fn=fn, data=data: fn(*data[i])) for name, fn in impls.items()}
-        out.append({"op": "get_last_loc", "bs": bs, "device_us": device_us(calls, 16), "host_us": host_us(calls, 16)})
+        out.append(
+            {"op": "get_last_loc", "bs": bs, "device_us": device_us(calls, 16), "host_us": host_us(calls, 16)}
+        )
     return out
 
 
@@ -130,7 +136,8 @@ def _extend_inputs(bs: int, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, ..
 
 
 def assign_extend_cache_locs(
-    sizes: Iterable[int] = (1, 32, 256, 1024, 4096), kinds: Iterable[str] = ("4 each", "ragged to 64", "one long row")
+    sizes: Iterable[int] = (1, 32, 256, 1024, 4096),
+    kinds: Iterable[str] = ("4 each", "ragged to 64", "one long row"),
 ) -> list[Row]:
     """Rows: kind, bs, device and host microseconds of each."""
     from hal.backends.cuda.assign_extend_cache_locs import assign_extend_cache_locs as ours
@@ -214,7 +221,16 @@ def rope_calls(x: RopeInputs, scale: float | None = None) -> dict[str, Callable[
     from hal.backends.cuda.rope_kv_write import rope_kv_write as ours
 
     def hal(i: int) -> None:
-        ours(*x.qkv[i], x.cos_sin, x.positions[i], x.k_cache, x.v_cache, x.slots[i], k_scale=scale, v_scale=scale)
+        ours(
+            *x.qkv[i],
+            x.cos_sin,
+            x.positions[i],
+            x.k_cache,
+            x.v_cache,
+            x.slots[i],
+            k_scale=scale,
+            v_scale=scale,
+        )
 
     calls: dict[str, Callable[[int], Any]] = {"hal": hal}
     theirs = peers.sglang("ops.attention.rope")
@@ -348,12 +364,15 @@ def _pinned(nbytes: int) -> Tensor:
     return _pinned_memory[nbytes]
 
 
-def _sglang_transfer(device: Any, host: Any, gs: Tensor, gd: Tensor, direction: str) -> dict[str, Callable[[], Any]]:
+def _sglang_transfer(
+    device: Any, host: Any, gs: Tensor, gd: Tensor, direction: str
+) -> dict[str, Callable[[], Any]]:
     module = peers.sglang("ops.kvcache.hicache")
     if module is None:
         return {}
     pointers = {
-        pool: [torch.tensor(p.bases, dtype=torch.uint64, device="cuda") for p in pool.planes()] for pool in (device, host)
+        pool: [torch.tensor(p.bases, dtype=torch.uint64, device="cuda") for p in pool.planes()]
+        for pool in (device, host)
     }  # fmt: skip
     stride = {pool: pool.planes()[0].token_stride for pool in (device, host)}
     a, b = (device, host) if direction == "d2h" else (host, device)
@@ -373,7 +392,12 @@ def _sglang_transfer(device: Any, host: Any, gs: Tensor, gd: Tensor, direction: 
 
 
 def _check_transfer(
-    calls: Mapping[str, Callable[[], Any]], device: Any, host: Any, there: Tensor, here: Tensor, direction: str
+    calls: Mapping[str, Callable[[], Any]],
+    device: Any,
+    host: Any,
+    there: Tensor,
+    here: Tensor,
+    direction: str,
 ) -> None:
     n = min(512, there.numel())
     for name, call in calls.items():
@@ -406,11 +430,24 @@ def launcher() -> list[Row]:
         compiled = kernel.jit[(1,)](*args, BLOCK=128, num_warps=4)
         stream = torch.cuda.current_stream().cuda_stream
         pointers = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        head = (stream, compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
+        head = (
+            stream,
+            compiled.function,
+            False,
+            False,
+            None,
+            None,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
         calls: dict[str, Callable[[int], Any]] = {
             "triton": lambda i, k=kernel, a=args: k.jit[(1,)](*a, BLOCK=128, num_warps=4),
             "hal": lambda i, b=bound, a=args: b.start((1, 1, 1), *a),
-            "triton's C launcher": lambda i, c=compiled.run.launch, h=head, p=pointers: c(1, 1, 1, *h, *p, None),
+            "triton's C launcher": lambda i, c=compiled.run.launch, h=head, p=pointers: c(
+                1, 1, 1, *h, *p, None
+            ),
         }
         for call in calls.values():
             call(0)
@@ -446,7 +483,9 @@ def show(rows: Iterable[Row]) -> str:
     """The rows as text, ratios to the first peer included."""
     lines = []
     for r in rows:
-        what = " ".join(str(v) for k, v in r.items() if not isinstance(v, dict) and k != "bytes" and v is not None)
+        what = " ".join(
+            str(v) for k, v in r.items() if not isinstance(v, dict) and k != "bytes" and v is not None
+        )
         for unit in ("device_us", "host_us", "gbs"):
             values = r.get(unit)
             if values and not (unit == "gbs" and "device_us" in r):
@@ -465,12 +504,15 @@ def plot(data: dict[str, Any], path: str) -> None:
     import math
 
     def at(tokens: int, gbs: float) -> str:
-        return f"{60 + math.log2(tokens) / 13 * (width - 90):.0f},{height - 40 - gbs / top * (height - 70):.0f}"
+        return (
+            f"{60 + math.log2(tokens) / 13 * (width - 90):.0f},{height - 40 - gbs / top * (height - 70):.0f}"
+        )
 
     colours = ("#0a6", "#36c", "#c63", "#888")
     ceiling = at(1, data["copy_gbs"]), at(8192, data["copy_gbs"])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="60" y="18">rope_kv_write, Llama-3-8B heads, {data["device"]}: GB/s by tokens</text>',
         f'<polyline points="{ceiling[0]} {ceiling[1]}" stroke="black" stroke-dasharray="4"/>',

@@ -46,10 +46,10 @@ def _stand_ins(root: Path) -> None:
     def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda f: f
 
-    def package(name: str, path: Path | None = None, **content: Any) -> None:
+    def package(name: str, path: Path | None = None, content: dict[str, Any] | None = None) -> None:
         module = types.ModuleType(name)
         module.__path__ = [str(path)] if path is not None else []
-        module.__dict__.update(content)
+        module.__dict__.update(content or {})
         sys.modules[name] = module
 
     import torch
@@ -57,12 +57,23 @@ def _stand_ins(root: Path) -> None:
     def cuda_version() -> tuple[int, ...]:
         return tuple(int(p) for p in str(torch.version.cuda).split("."))
 
-    flags = {f"is_{d}": (lambda d=d: d == "cuda") for d in ("cpu", "cuda", "hip", "musa", "npu", "xpu")}  # type: dict[str, Callable[[], bool]]
-    helpers = {**flags, "get_cuda_version": cuda_version, "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
+    def flag(device: str) -> Callable[[], bool]:
+        return lambda: device == "cuda"
+
+    flags: dict[str, Any] = {f"is_{d}": flag(d) for d in ("cpu", "cuda", "hip", "musa", "npu", "xpu")}
+    helpers: dict[str, Any] = {
+        **flags,
+        "get_cuda_version": cuda_version,
+        "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
+    }
     package("sglang", root)
-    for below in ("kernels", "kernels.ops", *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir())):
+    for below in (
+        "kernels",
+        "kernels.ops",
+        *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir()),
+    ):
         package(f"sglang.{below}", root.joinpath(*below.split(".")))
     package("sglang.srt", root / "srt")
-    package("sglang.srt.utils", **helpers)
-    package("sglang.srt.utils.common", **helpers)
-    package("sglang.srt.utils.custom_op", register_custom_op=same)
+    package("sglang.srt.utils", content=helpers)
+    package("sglang.srt.utils.common", content=helpers)
+    package("sglang.srt.utils.custom_op", content={"register_custom_op": same})

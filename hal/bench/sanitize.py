@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 KINDS = (
     "edge",
@@ -57,7 +58,7 @@ def child(what: str) -> None:
                         raw.untyped_storage(), value.storage_offset(), value.shape, value.stride()
                     )
                 elif isinstance(value, KVPool):
-                    halves = [
+                    halves: list[Any] = [
                         None if h is None else [t.cuda() for t in h] if isinstance(h, tuple) else h.cuda()
                         for h in (value.k, value.v)
                     ]
@@ -76,7 +77,16 @@ def child(what: str) -> None:
 def run(tool: str, what: str) -> tuple[int, str]:
     """(errors that the sanitizer counted, its output)."""
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "hal.bench.sanitize", "--case", what]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        sys.executable,
+        "-m",
+        "hal.bench.sanitize",
+        "--case",
+        what,
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     found = re.search(r"ERROR SUMMARY: (\d+) error", text)

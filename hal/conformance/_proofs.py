@@ -458,8 +458,15 @@ def placement(run: Run) -> None:
     from hal.registry._table import live
 
     entry = live.current().entries.get(run.target.backend.partition("/")[0])
-    if where == "host-to-host" and entry and entry.manifest and "cpu" not in entry.manifest.lanes[run.target.lane]:
-        raise Outcome(NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's")
+    if (
+        where == "host-to-host"
+        and entry
+        and entry.manifest
+        and "cpu" not in entry.manifest.lanes[run.target.lane]
+    ):
+        raise Outcome(
+            NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's"
+        )
     for sample in run.busy:
         method = sample.params.get("method", "auto")
         if method == "direct" and not (where.endswith("cpu-slots") or where == "host-to-host"):

@@ -19,12 +19,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write")
 
 pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a CUDA device or TRITON_INTERPRET=1",
 )
 
 
 def cases(large: bool = False) -> list[Any]:
-    return [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in ops.spec(op).samples if s.large == large]
+    return [
+        pytest.param(op, s, id=f"{op}-{s.name}")
+        for op in OPS
+        for s in ops.spec(op).samples
+        if s.large == large
+    ]
 
 
 def moved(value: Any, memo: dict[int, torch.Tensor] | None = None) -> Any:

@@ -36,12 +36,16 @@ def on(pool: KVPool, where: str) -> KVPool:
     return KVPool(half(pool.k), half(pool.v), layout=pool.layout, page_size=pool.page_size)
 
 
-def check(args: dict[str, Any], method: str, src: str = "pageable", dst: str = "pageable", slots: str = "cpu") -> None:
+def check(
+    args: dict[str, Any], method: str, src: str = "pageable", dst: str = "pageable", slots: str = "cpu"
+) -> None:
     want = SPEC.oracle(args)["dst"].fields
     a, b = on(args["src"], src), on(args["dst"], dst)
     before = {x: stacked(getattr(b, x)).cpu().clone() for x in want}
     untouched = {x: stacked(getattr(a, x)).cpu().clone() for x in want}
-    kv_transfer(a, b, args["src_slots"].to(slots), args["dst_slots"].to(slots), layers=args["layers"], method=method)
+    kv_transfer(
+        a, b, args["src_slots"].to(slots), args["dst_slots"].to(slots), layers=args["layers"], method=method
+    )
     if CUDA:
         torch.cuda.synchronize()
     for x, w in want.items():
@@ -53,7 +57,8 @@ def check(args: dict[str, Any], method: str, src: str = "pageable", dst: str = "
 
 SAMPLES = [s for s in SPEC.samples if not s.large]
 WAYS = (
-    [("device", "pinned", "cpu"), ("pinned", "device", "cpu"), ("device", "device", "cuda"), ("device", "pinned", "cuda"),
+    [("device", "pinned", "cpu"), ("pinned", "device", "cpu"), ("device", "device", "cuda"),
+     ("device", "pinned", "cuda"),
      ("pageable", "device", "cpu"), ("device", "pageable", "cpu")]
     if CUDA
     else [("pageable", "pageable", "cpu")]
@@ -76,7 +81,14 @@ def test_pipeline_over_several_chunks(layout: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(_staging, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(_staging, "_buffers", {})
-    params = {"n": 60, "src_slots": 128, "dst_slots": 128, "order": "pages", "src": "layer_first", "dst": layout}
+    params = {
+        "n": 60,
+        "src_slots": 128,
+        "dst_slots": 128,
+        "order": "pages",
+        "src": "layer_first",
+        "dst": layout,
+    }
     check(SPEC.make(**params), "direct", *(WAYS[0]))
     if CUDA:
         check(SPEC.make(**{**params, "src": layout, "dst": "layer_first"}), "direct", "pinned", "device")
