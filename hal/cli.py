@@ -103,6 +103,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
     for name in data["foreign_variables"]:
         environment.add_row(name, "", "not ours: ignored")
     console.print(environment)
+    for b in data["backends"]:
+        for what, said in b["status"].items():
+            console.print(f"{b['name']}: {what}: {said}", markup=False)
     if data["blocked_plugins"]:
         console.print(f"kept from loading by HAL_PLUGINS: {', '.join(data['blocked_plugins'])}")
 
@@ -212,14 +215,109 @@ def conformance(
     ] = None,
     verify: Annotated[Path | None, typer.Option(help="A report.json to check instead of a run.")] = None,
     rerun: Annotated[int, typer.Option(help="With --verify: how many of its cases to run again.")] = 0,
+    golden: Annotated[
+        Path | None, typer.Option(help="Also replay the outputs recorded on another machine in this folder.")
+    ] = None,
 ) -> None:
     """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
-    raise typer.Exit(
-        _call(
-            "hal.conformance", "main", "hal conformance", "conformance",
-            backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
-        )
+    code = _call(
+        "hal.conformance", "main", "hal conformance", "conformance",
+        backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
     )  # fmt: skip
+    if golden is not None and backend is not None:
+        code = max(code, _replay(golden, backend, device))
+    raise typer.Exit(code)
+
+
+def _replay(folder: Path, backend: str, device: str | None) -> int:
+    """Golden cases: how many give what was recorded."""
+    from hal import golden
+    from hal.registry._table import live
+
+    table = live.current()
+    entry = table.entries.get(backend)
+    where = device or (
+        entry.manifest.lanes.get(table.lane, ("cpu",))[0] if entry and entry.manifest else "cpu"
+    )
+    outcomes = golden.replay(folder, backend, where)
+    for o in outcomes:
+        if not o.passed:
+            print(f"golden {o.op} {o.case}: {o.detail}")
+    passed = sum(o.passed for o in outcomes)
+    print(f"golden: {passed} of {len(outcomes)} as recorded")
+    return NOTHING if not outcomes else OK if passed == len(outcomes) else FAILED
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        str | None, typer.Argument(help="An op, or dispatch; none: all tables of the device.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="A PNG for the roofline; needs matplotlib.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")
+    ] = False,
+) -> None:
+    """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
+    raise typer.Exit(
+        _call("hal.bench", "main", "hal bench", "cpu", op, device, as_json, _path(plot), _path(save), quick)
+    )
+
+
+@app.command()
+def inspect(
+    backend: Annotated[str, typer.Argument(help="A backend, e.g. cuda or ascend.")],
+    kernel: Annotated[str | None, typer.Argument(help="One op; none: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+) -> None:
+    """What a backend's kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
+    rows = _manifest_call(backend, "inspect", kernel)
+    _show_rows(rows, as_json)
+    bad = [r for r in rows if r.get("verdict", "ok") != "ok"]
+    raise typer.Exit(NOTHING if not rows else FAILED if bad else OK)
+
+
+@app.command()
+def tune(backend: Annotated[str, typer.Argument(help="A ready backend.")] = "cuda") -> None:
+    """Measures this machine once and keeps the cost table that method='auto' reads."""
+    _show_rows(_manifest_call(backend, "tune"), False)
+
+
+def _manifest_call(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
+    """The rows of a backend's own tool, which its manifest names."""
+    from hal._errors import NoBackendError
+    from hal.registry._discover import resolve
+    from hal.registry._table import live
+
+    table = live.current()
+    table.parse(backend, "BACKEND={}")
+    entry = table.entries.get(backend)
+    tool = getattr(entry.manifest, what, None) if entry else None
+    if entry is None or tool is None:
+        have = [n for n, e in table.entries.items() if getattr(e.manifest, what, None)]
+        raise SelectionError(
+            f"hal: {what}: {backend} has no such tool; these have: {', '.join(have) or 'none'}"
+        )
+    states = [entry.state(lane) for lane in entry.lanes]
+    # A compiler needs no device: unavailable is no obstacle to looking at what it makes.
+    if (
+        what == "tune"
+        and not entry.state().ready
+        or all(s.state in ("absent", "broken", "incompatible") for s in states)
+    ):
+        raise NoBackendError(f"hal: {what}: {backend} is {entry.state()}")
+    return list(resolve(tool)(*args))
+
+
+def _show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1, default=str))
+        return
+    for row in rows:
+        print("  ".join(f"{k}={v}" for k, v in row.items()))
 
 
 def _escape(text: str) -> str:

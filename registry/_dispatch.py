@@ -417,7 +417,8 @@ def info() -> dict[str, Any]:
     for name, entry in table.entries.items():
         lanes = {lane: _state(entry.state(lane)) for lane in entry.lanes} or {"device": _state(entry.state())}
         backends.append({"name": name, "origin": entry.origin, "distribution": entry.distribution, "lanes": lanes,
-                         "limits": dict(entry.manifest.limits) if entry.manifest else {}})  # fmt: skip
+                         "limits": dict(entry.manifest.limits) if entry.manifest else {},
+                         "status": _status(entry)})  # fmt: skip
     rows: dict[str, dict[str, Any]] = {}
     for op in table.op_names:
         rows[op] = {"reference": ["ready"]}
@@ -440,6 +441,17 @@ def _cell(table: Table, entry: Entry, impl: Impl, op: str) -> str:
     lanes = [lane for lane in entry.lanes if entry.state(lane).ready]
     text = f"ready ({', '.join(lanes)})" if lanes and lanes != ["device"] else entry.op_state(op).state
     return f"{impl.name}: {text}" if impl.name else text
+
+
+def _status(entry: Entry) -> dict[str, str]:
+    """What a ready backend says of itself; an exception is what it says then."""
+    told = entry.manifest.status if entry.manifest else None
+    if told is None or not any(entry.state(lane).ready for lane in entry.lanes):
+        return {}
+    try:
+        return {str(k): str(v) for k, v in resolve(told)().items()}
+    except Exception as e:
+        return {"status": f"{type(e).__name__}: {e}"}
 
 
 def _variable(table: Table, name: str) -> dict[str, str]:

@@ -61,6 +61,8 @@ class Backend:
         warmup: ``"pkg.module:function"``: (ops, device, **options) -> None; compiles and allocates ahead of time.
         inspect: ``"pkg.module:function"``: (kernel: str | None) -> rows for ``hal inspect``.
         tune: ``"pkg.module:function"``: () -> rows; measures this machine for ``hal tune``.
+        status: ``"pkg.module:function"``: () -> mapping of what an operator should know where the backend is ready
+            (how kernels are launched, what memory is held), for ``hal info``.
         waivers: ``"pkg.module:NAME"``: the backend's declared deviations from the conformance suite.
     """
 
@@ -75,6 +77,7 @@ class Backend:
     warmup: str | Callable[..., Any] | None = None
     inspect: str | Callable[..., Any] | None = None
     tune: str | Callable[..., Any] | None = None
+    status: str | Callable[..., Any] | None = None
     waivers: str | None = None
 
     def __post_init__(self) -> None:

@@ -29,4 +29,5 @@ def hal_backend() -> Backend:
         warmup=f"{_HERE}.warmup:warmup",
         inspect=f"{_HERE}.inspect:inspect",
         tune=f"{_HERE}.warmup:tune",
+        status=f"{_HERE}.warmup:status",
     )  # fmt: skip

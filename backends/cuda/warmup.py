@@ -122,6 +122,18 @@ def _kv_transfer(where: torch.device, args: dict[str, Any] | None) -> None:
             kv_transfer(a, b, none.to(where), none.to(where), method="kernel")
 
 
+def status() -> dict[str, str]:
+    """How kernels are started, how host copies are batched, and the device memory that staging holds."""
+    from hal import launch
+    from hal.backends.cuda import _engine, _staging
+
+    told = {"launch": launch.status()}
+    if torch.cuda.is_available():
+        told["batched copies"] = "yes" if _engine.batched() else "no: one call a run"
+        told["staging"] = f"{_staging.staged_bytes()} bytes of device memory"
+    return told
+
+
 def tune() -> list[dict[str, Any]]:
     """Measure kv_transfer's two methods on this machine and keep the cost table that ``auto`` reads.
 
