@@ -48,12 +48,14 @@ class Want:
         named: bool, the result's shape: the elements that the contract names. All others must stay
             bytewise as they were.
         candidates: a named element must be right by one of them (several: equal slots in one call).
+        dtype: of a new tensor that is returned, where its candidates are float64; None: that of the candidates.
         fields: for an argument that is a `KVPool`: ``"k"``, ``"v"`` -> `Want` of each layer-stacked half.
     """
 
     named: Tensor
     candidates: tuple[Candidate, ...] = ()
     fields: dict[str, Want] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
 
 def largest(dtype: torch.dtype) -> float:
