@@ -231,7 +231,7 @@ def wanted(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> d
                 out[t], out_slack[t], lse[t], lse_slack[t] = truth.row(t, first, last)
         outs.append(Candidate(out, out_slack))
         lses.append(Candidate(lse, lse_slack))
-    want = Want(named.view(-1, 1, 1).expand(n, heads, dim).clone(), tuple(outs))
+    want = Want(named.view(-1, 1, 1).expand(n, heads, dim).clone(), tuple(outs), dtype=a["q"].dtype)
     found = {"return": want}
     if a["out"] is not None:
         found["out"] = want

@@ -209,7 +209,8 @@ SPEC = OpSpec(
         Sample(
             "long-fp32",
             {
-                "bs": 2, "lengths": "skewed", "longest": 2100, "slots": 2400, "q_heads": 2, "kv_heads": 2, "dtype": "fp32",
+                "bs": 2, "lengths": "skewed", "longest": 2100, "slots": 2400, "q_heads": 2, "kv_heads": 2,
+                "dtype": "fp32",
             },
         ),
         Sample("past-one-block", {"bs": 300, "longest": 5, "slots": 1600, "q_heads": 2, "kv_heads": 1}),

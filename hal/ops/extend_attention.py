@@ -279,7 +279,8 @@ SPEC = OpSpec(
         Sample(
             "extreme",
             {
-                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6, "cache": "paged", **_ODD,
+                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6,
+                "cache": "paged", **_ODD,
             },
         ),
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6}),
