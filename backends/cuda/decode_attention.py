@@ -27,7 +27,9 @@ BLOCK = 256
 
 
 @triton.jit
-def _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+def _chunk(
+    kv_indptr, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
     """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs."""
     total = tl.zeros((), tl.int64)
     for b in range(0, bs, BLOCK):
@@ -181,7 +183,9 @@ def decode_merge_kernel(
             i = c + tl.arange(0, ROWS)
             line = (before + i).to(tl.int64) * Q_HEADS + head
             sums = tl.load(part_lse + line, i < parts, other=float("-inf"))
-            x = tl.load(part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0)
+            x = tl.load(
+                part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0
+            )
             new = tl.maximum(top, tl.max(sums, 0))
             base = tl.where(new == float("-inf"), 0.0, new)
             w = tl.exp2(sums - base)
@@ -198,7 +202,9 @@ def decode_merge_kernel(
             tl.store(lse + at * Q_HEADS + head, sums * LN2)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = launch.keeps({})
+_plans: dict[tuple[object, ...], tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = (
+    launch.keeps({})
+)
 _scratch: dict[tuple[int, int], Tensor] = {}
 _outgrown: list[Tensor] = []
 """Earlier scratch: a captured graph may still write to it."""
@@ -254,7 +260,9 @@ def _workspace(device: int, size: int, like: Tensor) -> Tensor:
     if found is None or found.numel() < size:
         if found is not None:
             _outgrown.append(found)
-        found = _scratch[key] = torch.empty(triton.next_power_of_2(size), dtype=torch.float32, device=like.device)
+        found = _scratch[key] = torch.empty(
+            triton.next_power_of_2(size), dtype=torch.float32, device=like.device
+        )
     return found
 
 
@@ -295,7 +303,9 @@ def decode_attention(
     if plan is None:
         if len(_plans) >= 4096:
             _plans.clear()
-        plan = _plans[key] = _plan(q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared)
+        plan = _plans[key] = _plan(
+            q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared
+        )
     run, merge, blocks, programs, strides = plan
     lines = (programs + bs) * q_heads
     scratch = _workspace(device, lines * (v_dim + 1), q)
@@ -307,7 +317,17 @@ def decode_attention(
         _attention.number(v_scale), *strides, num_slots, nnz, bs, programs, window_size, float(scale), float(logit_cap),
     )  # fmt: skip
     merge.start(
-        (bs * q_heads, 1, 1), kv_indptr, scratch, sums, out, lse, *out.stride()[:2], nnz, bs, programs, window_size
+        (bs * q_heads, 1, 1),
+        kv_indptr,
+        scratch,
+        sums,
+        out,
+        lse,
+        *out.stride()[:2],
+        nnz,
+        bs,
+        programs,
+        window_size,
     )
     return out
 

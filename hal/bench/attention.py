@@ -42,14 +42,18 @@ EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 class Inputs:
     """One batch, its pages spread over a pool."""
 
-    def __init__(self, bs: int, new: int, keys: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+    def __init__(
+        self, bs: int, new: int, keys: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    ) -> None:
         torch.manual_seed(seed)
         hq, hk, d = HEADS
         pages = -(-keys // PAGE)
         pool = max(bs * pages, 8192)
         self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
         self.q = torch.randn(bs * new, hq, d, device="cuda", dtype=dtype)
-        self.k_cache, self.v_cache = (torch.randn(pool, PAGE, hk, d, device="cuda", dtype=dtype) for _ in range(2))
+        self.k_cache, self.v_cache = (
+            torch.randn(pool, PAGE, hk, d, device="cuda", dtype=dtype) for _ in range(2)
+        )
         self.table = torch.randperm(pool, device="cuda")[: bs * pages].view(bs, pages).int()
         slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device="cuda", dtype=torch.int32)
         self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
@@ -69,7 +73,14 @@ class Inputs:
             from hal.backends.cuda.decode_attention import decode_attention
 
             return lambda: decode_attention(
-                self.q, self.k_cache, self.v_cache, self.kv_indptr, self.slots, self.out, self.lse, scale=self.scale
+                self.q,
+                self.k_cache,
+                self.v_cache,
+                self.kv_indptr,
+                self.slots,
+                self.out,
+                self.lse,
+                scale=self.scale,
             )
         from hal.backends.cuda.extend_attention import extend_attention
 
@@ -117,7 +128,8 @@ class Inputs:
         for i in which:
             mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
             k, v = (
-                c.view(-1, hk, d)[mine].double().repeat_interleave(hq // hk, 1) for c in (self.k_cache, self.v_cache)
+                c.view(-1, hk, d)[mine].double().repeat_interleave(hq // hk, 1)
+                for c in (self.k_cache, self.v_cache)
             )
             rows = torch.arange((i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device="cuda")
             q = self.q[rows].double()
@@ -130,7 +142,9 @@ class Inputs:
             weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
             slack, _ = _judge.attention_slack(self.q.dtype, d, size, many, weight)
             truth = torch.einsum("nhj,jhd->nhd", p, v)
-            want = _judge.Want(torch.ones(truth.shape, dtype=torch.bool), (_judge.Candidate(truth.cpu(), slack.cpu()),))
+            want = _judge.Want(
+                torch.ones(truth.shape, dtype=torch.bool), (_judge.Candidate(truth.cpu(), slack.cpu()),)
+            )
             got = out[rows].cpu()
             if not _judge.right_any(got, want).all():
                 raise AssertionError(f"request {i}: outside the bound")
@@ -234,7 +248,9 @@ def check(names: Iterable[str] = ("decode_attention", "extend_attention")) -> li
                         got = (result if x == "return" else here[x]).cpu()
                         bad = ~_judge.right_any(got, want)
                         if bad.any():
-                            raise AssertionError(f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}")
+                            raise AssertionError(
+                                f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}"
+                            )
                         worst = max(worst, _judge.headroom(got, want))
             except Exception as e:  # one bad sample must not hide the others
                 failed.append(f"{sample.name}: {type(e).__name__}: {str(e)[:200]}")
@@ -264,7 +280,15 @@ def tune() -> list[Row]:
     tiles, per_sm = decode.tiles, decode.PER_SM
     for bs, keys in DECODE:
         x = Inputs(bs, 1, keys)
-        for n, warps, stages in ((64, 4, 3), (32, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (64, 2, 3), (128, 8, 3)):
+        for n, warps, stages in (
+            (64, 4, 3),
+            (32, 4, 3),
+            (32, 4, 4),
+            (64, 4, 4),
+            (128, 4, 3),
+            (64, 2, 3),
+            (128, 8, 3),
+        ):
             for programs in (2, 4, 8):
                 decode.tiles = lambda *a, n=n, w=warps, s=stages: (16, n, w, s)
                 decode.PER_SM = programs

@@ -30,7 +30,9 @@ def q_arg(rows: str) -> TensorArg:
 
 
 def cache_arg(head_dim: str) -> TensorArg:
-    return TensorArg(f"slots kv_heads {head_dim} | pages page_size kv_heads {head_dim}", FLOATS + FP8, stride="inner")
+    return TensorArg(
+        f"slots kv_heads {head_dim} | pages page_size kv_heads {head_dim}", FLOATS + FP8, stride="inner"
+    )
 
 
 def out_args(rows: str) -> dict[str, TensorArg]:
@@ -181,7 +183,9 @@ class Truth:
         slots = a["kv_indices"].to(torch.int64)
         self.valid = in_range(slots, slots_of(a["k_cache"]))
         scales = [1.0 if a[s] is None else float(torch.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
-        self.k, self.v = (self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True))
+        self.k, self.v = (
+            self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True)
+        )
 
     def _rows(self, cache: Tensor, slots: Tensor) -> Tensor:
         flat = cache.reshape(-1, *cache.shape[-2:]) if cache.ndim == 4 else cache
@@ -202,7 +206,12 @@ class Truth:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         if not entries:
             zero = torch.zeros(heads, v.shape[-1], dtype=torch.float64)
-            return zero, zero, torch.full((heads,), -torch.inf, dtype=torch.float64), torch.zeros_like(zero[:, 0])
+            return (
+                zero,
+                zero,
+                torch.full((heads,), -torch.inf, dtype=torch.float64),
+                torch.zeros_like(zero[:, 0]),
+            )
         terms = q.unsqueeze(0) * k * a["scale"]
         logits = terms.sum(-1)
         if a["logit_cap"]:
@@ -210,7 +219,11 @@ class Truth:
         lse = torch.logsumexp(logits, dim=0)
         p = torch.exp(logits - lse).unsqueeze(-1)
         slack, relative = attention_slack(
-            a["q"].dtype, dim, terms.abs().sum(-1).amax(0), torch.full((heads,), len(entries)), (p * v.abs()).sum(0)
+            a["q"].dtype,
+            dim,
+            terms.abs().sum(-1).amax(0),
+            torch.full((heads,), len(entries)),
+            (p * v.abs()).sum(0),
         )
         return (p * v).sum(0), slack, lse, relative
 
@@ -318,7 +331,9 @@ def make_inputs(
     return args
 
 
-def _query(g: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype, view: str, loud: float) -> Tensor:
+def _query(
+    g: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype, view: str, loud: float
+) -> Tensor:
     n, heads, dim = shape
     x = (floats(g, shape, torch.float32) * loud).to(dtype)
     if view == "fused":

@@ -75,7 +75,9 @@ def decode_attention(
     start, end = _attention.bounds(kv_indptr, kv_indices.shape[0])
     if sliding_window >= 0:
         start = torch.maximum(start, end - 1 - sliding_window)
-    found, sums = _attention.reference(q, k_cache, v_cache, kv_indices, start, end, scale, logit_cap, k_scale, v_scale)
+    found, sums = _attention.reference(
+        q, k_cache, v_cache, kv_indices, start, end, scale, logit_cap, k_scale, v_scale
+    )
     if lse is not None:
         lse.copy_(sums)
     return found.to(q.dtype) if out is None else out.copy_(found)
@@ -103,7 +105,9 @@ def _check_sizes(
     v_scale: Any,
 ) -> None:
     if kv_indptr.shape[0] != q.shape[0] + 1:
-        raise ArgumentError("decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr))
+        raise ArgumentError(
+            "decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr)
+        )
     _attention.check_numbers("decode_attention", scale, sliding_window, logit_cap)
 
 

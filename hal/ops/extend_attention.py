@@ -80,7 +80,11 @@ def extend_attention(
     t = torch.arange(n, device=q.device)
     mine = (t.view(-1, 1) >= begin) & (t.view(-1, 1) < stop)
     if not mine.shape[1]:
-        return torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
+        return (
+            torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+            if out is None
+            else out
+        )
     owned, owner = mine.any(dim=1), mine.to(torch.int8).argmax(dim=1)
     first, last = start[owner], end[owner]
     after = last - (stop[owner] - t) + 1
@@ -88,7 +92,9 @@ def extend_attention(
         first = torch.maximum(first, after - 1 - sliding_window)
     if causal:
         last = after
-    found, sums = _attention.reference(q, k_cache, v_cache, kv_indices, first, last, scale, logit_cap, k_scale, v_scale)
+    found, sums = _attention.reference(
+        q, k_cache, v_cache, kv_indices, first, last, scale, logit_cap, k_scale, v_scale
+    )
     found = found.to(q.dtype)
     if lse is not None:
         lse.copy_(torch.where(owned.view(-1, 1), sums, lse))
@@ -119,7 +125,9 @@ def _check_sizes(
     v_scale: Any,
 ) -> None:
     if qo_indptr.shape[0] < 1:
-        raise ArgumentError("extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr))
+        raise ArgumentError(
+            "extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr)
+        )
     _attention.check_numbers("extend_attention", scale, sliding_window, logit_cap)
 
 
@@ -134,7 +142,9 @@ def _check_values(a: Mapping[str, Any]) -> None:
 
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     n, nnz, window = a["q"].shape[0], a["kv_indices"].shape[0], a["sliding_window"]
-    qo, kv = ([min(max(x, 0), size) for x in a[p].tolist()] for p, size in (("qo_indptr", n), ("kv_indptr", nnz)))
+    qo, kv = (
+        [min(max(x, 0), size) for x in a[p].tolist()] for p, size in (("qo_indptr", n), ("kv_indptr", nnz))
+    )
     rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for i, (begin, stop) in enumerate(pairwise(qo)):
         start, end = kv[i], max(kv[i], kv[i + 1])
@@ -183,7 +193,11 @@ def _make(
     """
     g = generator(seed)
     new = _attention.lengths(g, bs, longest, lengths)
-    old = _attention.lengths(g, bs, prefix, "full" if lengths == "full" else "ragged") if prefix >= 0 else [0] * bs
+    old = (
+        _attention.lengths(g, bs, prefix, "full" if lengths == "full" else "ragged")
+        if prefix >= 0
+        else [0] * bs
+    )
     # A negative prefix: fewer keys than queries, so that the first of them see nothing.
     kv_lens = [max(0, m + p + min(prefix, 0)) for m, p in zip(new, old, strict=True)]
     made = _attention.make_inputs(

@@ -38,7 +38,10 @@ def implementation(backend: str, op: str) -> Any:
 BACKENDS = ["reference", *(["cuda"] if INTERPRETER or CUDA else ["cpu"])]
 IMPLS = [(b, op) for b in BACKENDS for op in OPS if b == "reference" or present(b, op)]
 CASES = [
-    pytest.param(b, op, s, id=f"{b}-{op}-{s.name}") for b, op in IMPLS for s in ops.spec(op).samples if not s.large
+    pytest.param(b, op, s, id=f"{b}-{op}-{s.name}")
+    for b, op in IMPLS
+    for s in ops.spec(op).samples
+    if not s.large
 ]
 
 
