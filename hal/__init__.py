@@ -12,15 +12,23 @@ from hal._errors import ArgumentError, BackendError, FallbackWarning, HalError, 
 from hal._version import __version__
 
 if TYPE_CHECKING:
-    from hal._api import assign_extend_cache_locs, get_last_loc, kv_transfer, rope_kv_write
+    from hal._api import (
+        assign_extend_cache_locs,
+        decode_attention,
+        extend_attention,
+        get_last_loc,
+        kv_transfer,
+        rope_kv_write,
+    )
     from hal.kvpool import KVPool, SlotAllocator
     from hal.registry._dispatch import bind, explain, info, warmup
     from hal.registry._table import configure, register, reload, unregister, use
 
 __all__ = [
     "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError", "SelectionError",
-    "SlotAllocator", "__version__", "assign_extend_cache_locs", "bind", "configure", "explain", "get_last_loc", "info",
-    "kv_transfer", "register", "reload", "rope_kv_write", "unregister", "use", "warmup",
+    "SlotAllocator", "__version__", "assign_extend_cache_locs", "bind", "configure", "decode_attention",
+    "explain", "extend_attention", "get_last_loc", "info", "kv_transfer", "register", "reload", "rope_kv_write",
+    "unregister", "use", "warmup",
 ]  # fmt: skip
 
 _LAZY = {

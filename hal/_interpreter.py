@@ -58,6 +58,14 @@ def install() -> None:
             return old_fp_to_fp(self, src, dst_type, rounding_mode)
         return handle(src, dst_type, types)
 
+    old_dot = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        # Triton's own multiplies the bits of bf16 numbers.
+        a, b = (cast_impl(self, x, interpreter.tl.float32) if x.dtype.scalar.is_bf16() else x for x in (a, b))
+        return old_dot(self, a, b, d, *options)
+
+    builder.create_dot = create_dot
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
     builder._hal_casts = True

@@ -2,7 +2,7 @@
 
 from hal.registry import Backend, Impl, hookimpl
 
-_EXACT = ("get_last_loc", "assign_extend_cache_locs")
+_EXACT = ("get_last_loc", "assign_extend_cache_locs", "decode_attention", "extend_attention")
 """The same bits every time. In the others, which of several equal slots is written last depends on the threads."""
 
 

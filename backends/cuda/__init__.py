@@ -17,6 +17,8 @@ def hal_backend() -> Backend:
                 ("assign_extend_cache_locs", True),
                 ("rope_kv_write", False),
                 ("kv_transfer", False),
+                ("decode_attention", True),
+                ("extend_attention", False),
             )
         },
         requires=("triton>=3.6,<3.7",),
@@ -24,6 +26,7 @@ def hal_backend() -> Backend:
         probe={"device": f"{_HERE}.warmup:device", "interpreter": f"{_HERE}.warmup:interpreter"},
         limits={
             "fp8": "fp8 caches need compute capability 8.9 or later",
+            "head_dim": "attention has heads of at most 576 elements",
             "pinned": "a kernel reaches host memory only where it is pinned",
         },
         warmup=f"{_HERE}.warmup:warmup",

@@ -156,7 +156,7 @@ def _returned(
         return [f"return: expected {same} itself, got another tensor {describe(ret)}"]
     if ret.device.type != device.type:
         return [f"return: expected a tensor on {device}, got one on {ret.device}"]
-    dtype, shape = want.candidates[0].value.dtype, want.named.shape
+    dtype, shape = want.dtype or want.candidates[0].value.dtype, want.named.shape
     if ret.dtype != dtype or ret.shape != shape:
         return [f"return: expected {SHORT[dtype]}{list(shape)}, got {describe(ret)}"]
     got = ret.cpu()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.ops._spec import OpSpec
 
-BUILTIN = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+BUILTIN = (
+    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "decode_attention", "extend_attention",
+)  # fmt: skip
 """The ops of hal itself, in the order of the tables that list them."""
 
 

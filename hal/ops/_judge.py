@@ -6,7 +6,8 @@ is "within half an ulp of the output dtype, plus slack" without having to say wh
 a power of two, a subnormal or the overflow threshold. No slack: the one correctly rounded number.
 
 The slack for RoPE is 8 * 2^-24 * sum|terms|: fp32 products, their sum with or without contraction,
-and a division by a scale within 2 ulp. Nothing outside this file may widen it.
+and a division by a scale within 2 ulp. That for attention is `attention_slack`. Nothing outside this
+file may widen them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from torch import Tensor
 from hal.ops._spec import FP8
 
 ROPE_SLACK = 8 * 2.0**-24
+
+ATTENTION_STEP = 2.0**-23
+"""What one step of fp32 arithmetic may add to attention, relative."""
+ATTENTION_SPLIT = 512
+"""Keys that the parts of a split reduction have at least; each part merged is one step more."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +48,40 @@ class Want:
         named: bool, the result's shape: the elements that the contract names. All others must stay
             bytewise as they were.
         candidates: a named element must be right by one of them (several: equal slots in one call).
+        dtype: of a new tensor that is returned, where its candidates are float64; None: that of the candidates.
         fields: for an argument that is a `KVPool`: ``"k"``, ``"v"`` -> `Want` of each layer-stacked half.
     """
 
     named: Tensor
     candidates: tuple[Candidate, ...] = ()
     fields: dict[str, Want] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
 
 def largest(dtype: torch.dtype) -> float:
     """The largest finite number of a float dtype."""
     return float(torch.finfo(dtype).max)
+
+
+def attention_slack(
+    dtype: torch.dtype, head_dim: int, logit: Tensor, keys: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The slack of attention's output and of its log-sum-exp: ``u sum p|v| + e sum p|v|`` and ``e``.
+
+    ``e = 2^-23 (head_dim * logit + splits + 8)``: a logit is a sum of head_dim fp32 products, and an error in it is
+    a relative error of its weight; then the merging of splits, the exponential, the sums and the division. ``u`` is
+    for weights that are rounded to the queries' dtype before they meet the values; the sum of weights is not.
+
+    Args:
+        dtype: the queries'. head_dim: of queries and keys.
+        logit: float64, ``scale * max_j sum_d |q_d k_jd|``.
+        keys: how many keys a query sees; shape like `logit`.
+        weight: float64, ``sum_j p_j |v_j|``, like `logit` with the values' dim behind.
+    """
+    u = 0.0 if dtype == torch.float32 else float(torch.finfo(dtype).eps) / 2
+    splits = torch.ceil(keys.to(torch.float64) / ATTENTION_SPLIT)
+    relative = ATTENTION_STEP * (head_dim * logit + splits + 8)
+    return (u + relative).unsqueeze(-1) * weight, relative
 
 
 def to_odd_fp32(x: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""extend_attention on the CPU: a request at a time, its rows gathered once, then torch's fused attention over them.
+
+A request without a prefix needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.backends.cpu import _attention
+from hal.backends.cpu._call import need_cpu, rejected
+
+
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    need_cpu("extend_attention", q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse)
+    n, heads, _ = q.shape
+    v_dim, nnz = v_cache.shape[-1], kv_indices.shape[0]
+    if out is None:
+        out = torch.empty(n, heads, v_dim, dtype=q.dtype)
+    size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+    by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
+    dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
+    qo = [min(max(p, 0), n) for p in qo_indptr.tolist()]
+    kv = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
+    slots = kv_indices.to(torch.int64)
+    valid = (slots >= 0) & (slots < size)
+    for (begin, stop), (first, last) in zip(pairwise(qo), pairwise(kv), strict=True):
+        if stop <= begin:
+            continue
+        length = max(last - first, 0)
+        before = length - (stop - begin)
+        positions = valid[first : first + length].nonzero().view(-1)
+        mine = slots[first : first + length][positions]
+        if not mine.numel():
+            out[begin:stop] = 0
+            if lse is not None:
+                lse[begin:stop] = -torch.inf
+            continue
+        k = _attention.rows(k_cache, mine, dtype)
+        v = _attention.rows(v_cache, mine, dtype)
+        complete = positions.numel() == length
+        all_seen = complete and not causal and sliding_window < 0
+        square = complete and causal and sliding_window < 0 and before == 0 and fast
+        block = stop - begin if square or all_seen else _attention.TOKENS
+        for t in range(begin, stop, block):
+            end = min(t + block, stop)
+            own = before + torch.arange(t - begin, end - begin).view(-1, 1)
+            high = int(torch.searchsorted(positions, own[-1, 0], right=True)) if causal else positions.numel()
+            low = 0
+            if sliding_window >= 0:
+                low = int(torch.searchsorted(positions, own[0, 0] - sliding_window))
+            low = min(low, high)
+            seen = None
+            if not (square or all_seen):
+                at = positions[low:high]
+                seen = at <= own if causal else torch.ones(end - t, high - low, dtype=torch.bool)
+                if sliding_window >= 0:
+                    seen &= at >= own - sliding_window
+            x = q[t:end].transpose(0, 1)
+            if high == low:
+                found, sums = torch.zeros(heads, end - t, v_dim), torch.full((heads, end - t), -torch.inf)
+            elif fast:
+                found, sums = _attention.fused(x, k[low:high], v[low:high], seen, square, by)
+            else:
+                found, sums = _attention.plain(x, k[low:high], v[low:high], seen, by, logit_cap, v_by)
+            out[t:end] = found.transpose(0, 1)
+            if lse is not None:
+                lse[t:end] = sums.transpose(0, 1)
+    return out
+
+
+def supports(sig: Any) -> str | None:
+    return rejected(sig.device)

@@ -1,0 +1,149 @@
+"""What the two attention kernels share: rows of a paged cache as tiles, and one step of the running softmax.
+
+Logits are kept in units of log 2, so that the exponential is the hardware's own exp2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor, float8_e4m3fn, float8_e5m2
+
+from hal import launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NONE, FLOAT, POINTER = 0, 1, 2
+FP8 = (float8_e4m3fn, float8_e5m2)
+
+
+@triton.jit
+def factor(scale, KIND: tl.constexpr):
+    """A scale as an fp32 number; 1 for None."""
+    if KIND == 1:
+        return scale
+    if KIND == 2:
+        return tl.load(scale)
+    return 1.0
+
+
+@triton.jit
+def entry(indptr, i, size):
+    """indptr[i] clamped to [0, size], as int32; `size` is below 2^31."""
+    x = tl.load(indptr + i).to(tl.int64)
+    return tl.minimum(tl.maximum(x, 0), size).to(tl.int32)
+
+
+@triton.jit
+def lengths(indptr, i, mask, size):
+    """How long each request is, int32; 0 where not `mask`."""
+    a = tl.load(indptr + i, mask, other=0).to(tl.int64)
+    b = tl.load(indptr + i + 1, mask, other=0).to(tl.int64)
+    a = tl.minimum(tl.maximum(a, 0), size)
+    b = tl.minimum(tl.maximum(b, 0), size)
+    return tl.maximum(b - a, 0).to(tl.int32)
+
+
+@triton.jit
+def place(slot, page_stride, token_stride, PAGE: tl.constexpr):
+    """Where the rows of int64 slots begin, in elements."""
+    if PAGE == 1:
+        return slot * page_stride
+    return (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
+
+
+@triton.jit
+def tile(base, row, ok, START: tl.constexpr, SIZE: tl.constexpr, LIMIT: tl.constexpr):
+    """``[rows, SIZE]`` from element START of each row on; zeros where not `ok`, and from LIMIT on."""
+    d = START + tl.arange(0, SIZE)[None, :]
+    mask = ok[:, None]
+    if START + SIZE > LIMIT:
+        mask = mask & (d < LIMIT)
+    return tl.load(base + row[:, None] + d, mask, other=0.0)
+
+
+@triton.jit
+def tanh(x):
+    """Right to a few units in the last place *of the result*, near 0 too: there e^2x - 1 would cancel."""
+    y = x * x
+    small = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * 0.021869488))))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(y < 0.04, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def logits(q0, q1, k0, k1, factor, cap, CAP: tl.constexpr, REST: tl.constexpr):
+    """q k^T times `factor`, capped, in units of log 2."""
+    s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+    if REST:
+        s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+    if CAP:
+        return cap * LOG2E * tanh(s * (factor / cap))
+    return s * (factor * LOG2E)
+
+
+@triton.jit
+def step(acc, top, total, s, v):
+    """The running softmax over one more tile of keys. A row that has seen nothing keeps top = -inf."""
+    new = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - base[:, None])
+    keep = tl.exp2(top - base)
+    total = total * keep + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, new, total
+
+
+# --- the host's side --------------------------------------------------------------------------------
+
+
+def paging(cache: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """Page size and the strides (page, token, head); page size 1 where pages are seamless."""
+    st = cache.stride()
+    if cache.ndim == 3:
+        return 1, (st[0], 0, st[1])
+    if st[0] == cache.shape[1] * st[1]:
+        return 1, (st[1], 0, st[2])
+    return cache.shape[1], (st[0], st[1], st[2])
+
+
+def kind(scale: object) -> int:
+    return NONE if scale is None else POINTER if isinstance(scale, Tensor) else FLOAT
+
+
+def number(scale: object) -> object:
+    """A scale as a kernel takes it."""
+    return float(scale) if isinstance(scale, int) else scale
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """A head's elements as a power of two and the rest, padded to one; each at least 16, or 0 for no rest."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
+    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+
+
+def shared(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether v is the first elements of k (MLA), and a power of two, so that one tile serves as both."""
+    return (
+        k_cache.data_ptr() == v_cache.data_ptr()
+        and k_cache.stride() == v_cache.stride()
+        and parts(k_cache.shape[-1])[0] == v_cache.shape[-1]
+    )
+
+
+def unit_of(strides: tuple[int, ...]) -> int:
+    return next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
+
+
+def unsupported(sig: object) -> str | None:
+    """Limits that both ops have."""
+    e4m3 = sig["k_cache"].dtype == float8_e4m3fn  # type: ignore[index]
+    if e4m3 and sig.device == "cuda" and launch.lane() == "device":  # type: ignore[attr-defined]
+        import torch
+
+        if torch.cuda.get_device_capability(sig.index) < (8, 9):  # type: ignore[attr-defined]
+            return "fp8: e4m3 needs compute capability 8.9"
+    heads = max(sig.dims["head_dim"], sig.dims["v_head_dim"])  # type: ignore[attr-defined]
+    return None if heads <= 576 else f"head_dim: {heads} is more than 576"

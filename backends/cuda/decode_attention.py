@@ -1,0 +1,336 @@
+"""decode_attention: split over the keys by the requests' lengths, then merged.
+
+The first kernel's grid is fixed by the batch and the multiprocessors; each program finds in kv_indptr which
+part of which request is its own, so neither a sync nor a recompile depends on lengths. All query heads that
+share a key/value head are one tile: a cached row is read once. A request in one part is written at once;
+the others leave normalised parts and their log-sum-exps, which the second kernel merges.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal._errors import ArgumentError
+from hal.backends.cuda import _attention
+from hal.backends.cuda._attention import LN2, entry, factor, lengths, logits, place, step, tile
+from hal.backends.cuda._device import multiprocessors, pdl
+
+PER_SM = 4
+"""Programs a multiprocessor that the keys are split for."""
+SHORTEST = 128
+"""Keys that a part has at least."""
+BLOCK = 256
+"""Requests whose lengths a program looks at together."""
+
+
+@triton.jit
+def _chunk(
+    kv_indptr, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs."""
+    total = tl.zeros((), tl.int64)
+    for b in range(0, bs, BLOCK):
+        i = b + tl.arange(0, BLOCK)
+        n = lengths(kv_indptr, i, i < bs, nnz)
+        if WINDOW:
+            n = tl.minimum(n, window + 1)
+        total += tl.sum(n.to(tl.int64))
+    most = tl.maximum((total + programs - 1) // programs, SHORTEST)
+    return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+
+
+@triton.jit
+def _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
+    n = lengths(kv_indptr, i, i < bs, nnz)
+    if WINDOW:
+        n = tl.minimum(n, window + 1)
+    return tl.where(i < bs, tl.maximum((n + chunk - 1) // chunk, 1), 0)
+
+
+@launch.jit(
+    do_not_specialize=(
+        "kv_indptr", "kv_indices", "lse", "part", "part_lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
+        "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs",
+        "programs", "window", "scale", "cap",
+    )
+)  # fmt: skip
+def decode_attention_kernel(
+    q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, part, part_lse, k_scale, v_scale,
+    q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
+    vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    num_slots: tl.int64, nnz: tl.int64, bs: tl.int32, programs: tl.int32, window: tl.int32, scale, cap,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    # A product with a constant is how Triton learns that rows are aligned.
+    q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
+    kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
+    vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
+    block = tl.program_id(0) % BLOCKS
+    c = tl.program_id(0) // BLOCKS
+    chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
+    request = 0
+    before = 0
+    base = 0
+    for b in range(0, bs, BLOCK):
+        n = _counts(kv_indptr, b + tl.arange(0, BLOCK), nnz, bs, chunk, window, WINDOW)
+        stop = base + tl.cumsum(n, 0)
+        mine = (stop <= c) & (n > 0)
+        request += tl.sum(mine.to(tl.int32))
+        before += tl.sum(tl.where(mine, n, 0))
+        base += tl.sum(n)
+    if request < bs:
+        begin = entry(kv_indptr, request, nnz)
+        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+        if WINDOW:
+            seen = tl.minimum(length, window + 1)
+            begin += length - seen
+            length = seen
+        parts = tl.maximum((length + chunk - 1) // chunk, 1)
+        own = ((length + parts - 1) // parts + N - 1) // N * N
+        low = (c - before) * own
+        high = tl.minimum(low + own, length)
+
+        kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
+        member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
+        there = member < GROUP
+        head = kv_head * GROUP + member
+        at = request.to(tl.int64) * q_row + head * q_head
+        q0 = tile(q, at, there, 0, D0, D)
+        q1 = q0
+        if D1:
+            q1 = tile(q, at, there, D0, D1, D)
+        by = scale * factor(k_scale, K_KIND)
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, DV_PAD), tl.float32)
+        k_base = k_cache + kv_head * kc_head
+        v_base = v_cache + kv_head * vc_head
+        slots = kv_indices + begin.to(tl.int64)
+        for j in tl.range(low, high, N, num_stages=STAGES):
+            entries = j + tl.arange(0, N)
+            slot = tl.load(slots + entries, entries < high, other=-1).to(tl.int64)
+            ok = (slot >= 0) & (slot < num_slots)
+            row = place(slot, kc_page, kc_token, K_PAGE)
+            k0 = tile(k_base, row, ok, 0, D0, D).to(q0.dtype)
+            k1 = k0
+            if D1:
+                k1 = tile(k_base, row, ok, D0, D1, D).to(q0.dtype)
+            s = logits(q0, q1, k0, k1, by, cap, CAP, D1 > 0)
+            s = tl.where(ok[None, :], s, float("-inf"))
+            if SHARED:
+                v = k0
+            else:
+                if V_PAGE:  # else v lies as k does
+                    row = place(slot, vc_page, vc_token, V_PAGE)
+                v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
+            acc, top, total = step(acc, top, total, s, v)
+        if PDL:
+            gdc_launch_dependents()
+        some = total != 0.0
+        acc = acc * (factor(v_scale, V_KIND) / tl.where(some, total, 1.0))[:, None]
+        sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+        d = tl.arange(0, DV_PAD)[None, :]
+        mask = there[:, None] & (d < DV)
+        if parts == 1:
+            to = out + request.to(tl.int64) * out_row + head[:, None] * out_head + d
+            tl.store(to, acc.to(out.dtype.element_ty), mask)
+            if LSE:
+                tl.store(lse + request.to(tl.int64) * Q_HEADS + head, sums * LN2, there)
+        else:
+            line = c.to(tl.int64) * Q_HEADS + head
+            tl.store(part + line[:, None] * DV + d, acc, mask)
+            tl.store(part_lse + line, sums, there)
+
+
+@launch.jit(
+    do_not_specialize=(
+        "kv_indptr", "lse", "part", "part_lse", "out_row", "out_head", "nnz", "bs", "programs", "window",
+    )
+)  # fmt: skip
+def decode_merge_kernel(
+    kv_indptr, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, nnz: tl.int64, bs: tl.int32,
+    programs: tl.int32, window: tl.int32, Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, LSE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(0) // Q_HEADS
+    head = tl.program_id(0) % Q_HEADS
+    chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
+    parts = tl.sum(_counts(kv_indptr, request + tl.zeros((1,), tl.int32), nnz, bs, chunk, window, WINDOW))
+    if parts > 1:
+        before = 0
+        for b in range(0, request, BLOCK):
+            i = b + tl.arange(0, BLOCK)
+            n = _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW)
+            before += tl.sum(tl.where(i < request, n, 0))
+        d = tl.arange(0, DV_PAD)
+        top = tl.full((), float("-inf"), tl.float32)
+        total = tl.zeros((), tl.float32)
+        acc = tl.zeros((DV_PAD,), tl.float32)
+        for c in range(0, parts, ROWS):
+            i = c + tl.arange(0, ROWS)
+            line = (before + i).to(tl.int64) * Q_HEADS + head
+            sums = tl.load(part_lse + line, i < parts, other=float("-inf"))
+            x = tl.load(
+                part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0
+            )
+            new = tl.maximum(top, tl.max(sums, 0))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            w = tl.exp2(sums - base)
+            keep = tl.exp2(top - base)
+            acc = acc * keep + tl.sum(x * w[:, None], 0)
+            total = total * keep + tl.sum(w, 0)
+            top = new
+        some = total != 0.0
+        acc = acc / tl.where(some, total, 1.0)
+        at = request.to(tl.int64)
+        tl.store(out + at * out_row + head * out_head + d, acc.to(out.dtype.element_ty), d < DV)
+        if LSE:
+            sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+            tl.store(lse + at * Q_HEADS + head, sums * LN2)
+
+
+_plans: dict[tuple[object, ...], tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = (
+    launch.keeps({})
+)
+_scratch: dict[tuple[int, int], Tensor] = {}
+_outgrown: list[Tensor] = []
+"""Earlier scratch: a captured graph may still write to it."""
+
+
+def tiles(group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(M, N, warps, stages): query heads and keys of a tile."""
+    m = min(64, max(16, triton.next_power_of_2(group)))
+    if dtype == torch.float32:
+        return (16, 32, 4, 2) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
+    if head_dim > 256:
+        return (min(m, 32), 32, 8, 2)
+    return m, 64 if head_dim <= 128 else 32, 4, 3
+
+
+def _plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, window: bool, cap: bool,
+    k_scale: object, v_scale: object, shared: bool,
+) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
+    q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
+    group = q_heads // kv_heads
+    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype)
+    blocks = kv_heads * -(-group // m)
+    k_page, kc = _attention.paging(k_cache)
+    v_page, vc = _attention.paging(v_cache)
+    if (v_page, vc) == (k_page, kc):
+        v_page = 0
+    strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
+    unit = _attention.unit_of(strides)
+    d0, d1 = _attention.parts(dim)
+    pad = max(16, triton.next_power_of_2(v_dim))
+    device = q.get_device()
+    on = pdl(device)
+    common = {
+        "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "PDL": on, "launch_pdl": on,
+    }  # fmt: skip
+    run = decode_attention_kernel.bind(
+        Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad,
+        K_PAGE=k_page, V_PAGE=v_page, CAP=cap, K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale),
+        SHARED=shared, UNIT=unit, STAGES=stages, num_warps=warps, **common,
+    )  # fmt: skip
+    merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
+    sms = multiprocessors(device) if device >= 0 else 16
+    return run, merge, blocks, max(1, PER_SM * sms // blocks), tuple(s // unit for s in strides)
+
+
+def _workspace(device: int, size: int, like: Tensor) -> Tensor:
+    """fp32 scratch of at least `size` elements: one a device and stream, kept. A captured graph gets its own."""
+    if device < 0 or torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.float32, device=like.device)
+    key = (device, launch._stream(device))
+    found = _scratch.get(key)
+    if found is None or found.numel() < size:
+        if found is not None:
+            _outgrown.append(found)
+        found = _scratch[key] = torch.empty(
+            triton.next_power_of_2(size), dtype=torch.float32, device=like.device
+        )
+    return found
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    bs, q_heads, dim = q.shape
+    v_dim = v_cache.shape[-1]
+    if out is None:
+        out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
+    if not bs:
+        return out
+    nnz, device = kv_indices.shape[0], q.get_device()
+    if nnz >= 2**31:
+        raise ArgumentError("decode_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
+    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
+    num_slots, *inner, _, _ = k_cache.shape
+    if inner:
+        num_slots *= inner[0]
+    key = (
+        device, q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
+        v_cache.stride(), out.stride(), lse is None, window, logit_cap > 0, k_scale.__class__, v_scale.__class__,
+        shared,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= 4096:
+            _plans.clear()
+        plan = _plans[key] = _plan(
+            q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared
+        )
+    run, merge, blocks, programs, strides = plan
+    lines = (programs + bs) * q_heads
+    scratch = _workspace(device, lines * (v_dim + 1), q)
+    sums = scratch[lines * v_dim :]
+    window_size = min(sliding_window, 2**31 - 2) if window else 0
+    run.start(
+        ((programs + bs) * blocks, 1, 1),
+        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, scratch, sums, _attention.number(k_scale),
+        _attention.number(v_scale), *strides, num_slots, nnz, bs, programs, window_size, float(scale), float(logit_cap),
+    )  # fmt: skip
+    merge.start(
+        (bs * q_heads, 1, 1),
+        kv_indptr,
+        scratch,
+        sums,
+        out,
+        lse,
+        *out.stride()[:2],
+        nnz,
+        bs,
+        programs,
+        window_size,
+    )
+    return out
+
+
+def supports(sig: object) -> str | None:
+    return _attention.unsupported(sig)

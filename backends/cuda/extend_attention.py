@@ -1,0 +1,257 @@
+"""extend_attention: tiles of tokens times the query heads that share a key/value head, over a request's slots.
+
+A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all
+of a tile's tokens see go without a mask; the diagonal and the window's edge follow with one. The grid
+bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal._errors import ArgumentError
+from hal.backends.cuda import _attention
+from hal.backends.cuda._attention import LN2, entry, factor, lengths, logits, place, step, tile
+from hal.backends.cuda._device import pdl
+
+BLOCK = 256
+"""Requests whose lengths a program looks at together."""
+
+
+@triton.jit
+def _over(
+    acc, top, total, q0, q1, k_base, v_base, slots, low, high, num_slots, position, by, cap, window,
+    kc_page, kc_token, vc_page, vc_token, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SHARED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over entries [low, high); unless MASKED every row sees them all."""
+    for j in tl.range(low, high, N, num_stages=STAGES):
+        entries = j + tl.arange(0, N)
+        if MASKED:
+            slot = tl.load(slots + entries, entries < high, other=-1).to(tl.int64)
+        else:
+            slot = tl.load(slots + entries).to(tl.int64)
+        ok = (slot >= 0) & (slot < num_slots)
+        row = place(slot, kc_page, kc_token, K_PAGE)
+        k0 = tile(k_base, row, ok, 0, D0, D).to(q0.dtype)
+        k1 = k0
+        if D1:
+            k1 = tile(k_base, row, ok, D0, D1, D).to(q0.dtype)
+        s = logits(q0, q1, k0, k1, by, cap, CAP, D1 > 0)
+        # An addend for each key, so that it is contracted with the scaling.
+        s = s + tl.where(ok, 0.0, float("-inf"))[None, :]
+        if MASKED:
+            if CAUSAL:
+                s = tl.where(entries[None, :] <= position[:, None], s, float("-inf"))
+            if WINDOW:
+                s = tl.where(entries[None, :] >= position[:, None] - window, s, float("-inf"))
+        if SHARED:
+            v = k0
+        else:
+            if V_PAGE:  # else v lies as k does
+                row = place(slot, vc_page, vc_token, V_PAGE)
+            v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
+        acc, top, total = step(acc, top, total, s, v)
+    return acc, top, total
+
+
+@launch.jit(
+    do_not_specialize=(
+        "qo_indptr", "kv_indptr", "kv_indices", "lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page", "kc_token",
+        "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "n", "bs", "around",
+        "window", "scale", "cap",
+    )
+)  # fmt: skip
+def extend_attention_kernel(
+    q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, k_scale, v_scale,
+    q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
+    vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    num_slots: tl.int64, nnz: tl.int64, n: tl.int64, bs: tl.int32, around: tl.int64, window: tl.int32, scale, cap,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
+    kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
+    vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
+    block = tl.program_id(0) % BLOCKS
+    kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
+    r = tl.arange(0, M)
+    member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS + r % HEADS
+    head = kv_head * GROUP + member
+    by = scale * factor(k_scale, K_KIND)
+    k_base = k_cache + kv_head * kc_head
+    v_base = v_cache + kv_head * vc_head
+
+    every = tl.zeros((), tl.int64)
+    for b in range(0, bs, BLOCK):
+        i = b + tl.arange(0, BLOCK)
+        many = (lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS
+        every += tl.sum(many.to(tl.int64))
+    for turn in range((tl.program_id(0) // BLOCKS).to(tl.int64), every, around):
+        c = every - 1 - turn
+        request = tl.zeros((), tl.int64)
+        before = tl.zeros((), tl.int64)
+        base = tl.zeros((), tl.int64)
+        for b in range(0, bs, BLOCK):
+            i = b + tl.arange(0, BLOCK)
+            many = ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(tl.int64)
+            mine = (base + tl.cumsum(many, 0) <= c) & (i < bs)
+            request += tl.sum(mine.to(tl.int64))
+            before += tl.sum(tl.where(mine, many, 0))
+            base += tl.sum(many)
+        first = entry(qo_indptr, request, n)
+        news = entry(qo_indptr, request + 1, n) - first
+        begin = entry(kv_indptr, request, nnz)
+        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+        token = (c - before).to(tl.int32) * TOKENS
+        t = token + r // HEADS
+        there = (t < news) & (r // HEADS < TOKENS) & (member < GROUP)
+        at = (first + t).to(tl.int64)
+        q0 = tile(q, at * q_row + head * q_head, there, 0, D0, D)
+        q1 = q0
+        if D1:
+            q1 = tile(q, at * q_row + head * q_head, there, D0, D1, D)
+        position = length - news + t
+        lowest = length - news + token
+        low = 0
+        high = length
+        if CAUSAL:
+            high = tl.minimum(length, tl.maximum(length - news + tl.minimum(token + TOKENS, news), 0))
+        full = high // N * N
+        if CAUSAL:
+            full = tl.minimum(full, tl.maximum(lowest + 1, 0) // N * N)
+        if WINDOW:
+            low = tl.maximum(lowest - window, 0) // N * N
+            full = low
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, DV_PAD), tl.float32)
+        slots = kv_indices + begin.to(tl.int64)
+        if not WINDOW:
+            acc, top, total = _over(
+                acc, top, total, q0, q1, k_base, v_base, slots, low, full, num_slots, position, by, cap, window,
+                kc_page, kc_token, vc_page, vc_token, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, WINDOW, CAP, SHARED,
+                CAUSAL, False, STAGES,
+            )  # fmt: skip
+        acc, top, total = _over(
+            acc, top, total, q0, q1, k_base, v_base, slots, full, high, num_slots, position, by, cap, window, kc_page,
+            kc_token, vc_page, vc_token, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, WINDOW, CAP, SHARED, CAUSAL, True,
+            STAGES,
+        )  # fmt: skip
+        some = total != 0.0
+        acc = acc * (factor(v_scale, V_KIND) / tl.where(some, total, 1.0))[:, None]
+        d = tl.arange(0, DV_PAD)[None, :]
+        to = out + (at * out_row + head * out_head)[:, None] + d
+        tl.store(to, acc.to(out.dtype.element_ty), there[:, None] & (d < DV))
+        if LSE:
+            sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+            tl.store(lse + at * Q_HEADS + head, sums * LN2, there)
+
+
+_plans: dict[tuple[object, ...], tuple[launch.Launch, int, int, tuple[int, ...]]] = launch.keeps({})
+
+
+def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tuple[int, int, int, int]:
+    """(M, N, warps, stages): rows and keys of a tile. The largest that compile without spills (`hal inspect`)."""
+    if dtype == torch.float32:
+        return (16, 32, 4, 2) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
+    if head_dim > 256:
+        return 32, 32, 8, 2
+    if max(head_dim, v_head_dim) > 128:
+        return (64, 32, 8, 2) if arch < 100 else (32, 32, 4, 2)
+    return 128, 64, 8, 3
+
+
+def _plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, causal: bool, window: bool, cap: bool,
+    k_scale: object, v_scale: object, shared: bool,
+) -> tuple[launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
+    q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
+    group = q_heads // kv_heads
+    device = q.get_device()
+    arch = 90 if device < 0 else 10 * torch.cuda.get_device_capability(device)[0]
+    m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch)
+    heads = min(group, m)
+    blocks = kv_heads * -(-group // heads)
+    k_page, kc = _attention.paging(k_cache)
+    v_page, vc = _attention.paging(v_cache)
+    if (v_page, vc) == (k_page, kc):
+        v_page = 0
+    strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
+    unit = _attention.unit_of(strides)
+    d0, d1 = _attention.parts(dim)
+    on = pdl(device)
+    run = extend_attention_kernel.bind(
+        Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, HEADS=heads, TOKENS=m // heads, M=m, N=n, D=dim, D0=d0, D1=d1,
+        DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)), K_PAGE=k_page, V_PAGE=v_page, CAUSAL=causal,
+        WINDOW=window, CAP=cap, K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared,
+        LSE=lse is not None, UNIT=unit, STAGES=stages, BLOCK=BLOCK, PDL=on, launch_pdl=on, num_warps=warps,
+    )  # fmt: skip
+    return run, blocks, m // heads, tuple(s // unit for s in strides)
+
+
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
+    n, q_heads, dim = q.shape
+    v_dim, bs = v_cache.shape[-1], qo_indptr.shape[0] - 1
+    if out is None:
+        out = torch.empty(n, q_heads, v_dim, dtype=q.dtype, device=q.device)
+    if not n or not bs:
+        return out
+    nnz = kv_indices.shape[0]
+    if max(n, nnz) >= 2**31:
+        raise ArgumentError("extend_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
+    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
+    num_slots, *inner, _, _ = k_cache.shape
+    if inner:
+        num_slots *= inner[0]
+    key = (
+        q.get_device(), q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
+        v_cache.stride(), out.stride(), lse is None, causal, window, logit_cap > 0, k_scale.__class__,
+        v_scale.__class__, shared,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= 4096:
+            _plans.clear()
+        plan = _plans[key] = _plan(
+            q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared
+        )
+    run, blocks, tokens, strides = plan
+    around = -(-n // tokens) + bs
+    run.start(
+        (around * blocks, 1, 1),
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, _attention.number(k_scale),
+        _attention.number(v_scale), *strides, num_slots, nnz, n, bs, around,
+        min(sliding_window, 2**30) if window else 0, float(scale), float(logit_cap),
+    )  # fmt: skip
+    return out
+
+
+def supports(sig: object) -> str | None:
+    return _attention.unsupported(sig)

@@ -1,0 +1,323 @@
+"""The attention tables of ``../performance.md``, and all that a device has to say about the two kernels, in one file.
+
+    python -m hal.bench.attention check     every sample of both contracts, judged by the oracles
+    python -m hal.bench.attention decode    device and host time, beside FA3 and contiguous SDPA where they are
+    python -m hal.bench.attention extend
+    python -m hal.bench.attention tune      decode and extend by tile, warps, stages, programs a multiprocessor
+
+Each prints rows as JSON, a line each. Outputs are compared with float64, by the bound of the conformance suite, before
+anything is timed. Ours reads random pages of 16 by their slots; FA3 reads the same pages by a page table; SDPA is
+given the same keys contiguously, which no engine has.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal import launch, ops
+from hal.bench.cuda import device_us, host_us
+from hal.ops import _judge
+
+Row = dict[str, Any]
+PAGE = 16
+HEADS = (32, 8, 128)
+"""Llama-3-8B: query heads, key/value heads, head_dim."""
+DECODE = ((1, 4096), (1, 32768), (16, 4096), (64, 4096), (128, 2048), (256, 1024))
+"""(bs, keys each)."""
+DECODE_TARGET = (1.42, 1.15, 1.11, 1.08, 1.12, 1.20)
+"""What of contiguous SDPA's time FA3 takes at these points: ours must take no more."""
+EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
+"""(bs, new tokens each, prefix each)."""
+
+
+class Inputs:
+    """One batch, its pages spread over a pool."""
+
+    def __init__(
+        self, bs: int, new: int, keys: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        hq, hk, d = HEADS
+        pages = -(-keys // PAGE)
+        pool = max(bs * pages, 8192)
+        self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
+        self.q = torch.randn(bs * new, hq, d, device="cuda", dtype=dtype)
+        self.k_cache, self.v_cache = (
+            torch.randn(pool, PAGE, hk, d, device="cuda", dtype=dtype) for _ in range(2)
+        )
+        self.table = torch.randperm(pool, device="cuda")[: bs * pages].view(bs, pages).int()
+        slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device="cuda", dtype=torch.int32)
+        self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
+        step = torch.arange(bs + 1, device="cuda", dtype=torch.int32)
+        self.kv_indptr, self.qo_indptr = step * keys, step * new
+        self.lens = torch.full((bs,), keys, device="cuda", dtype=torch.int32)
+        self.out, self.lse = torch.empty_like(self.q), torch.empty(bs * new, hq, device="cuda")
+
+    def contiguous(self) -> tuple[Tensor, Tensor]:
+        """k and v ``[bs, kv_heads, keys, head_dim]``."""
+        found = [c.view(-1, *c.shape[2:])[self.slots.long()] for c in (self.k_cache, self.v_cache)]
+        k, v = (x.view(self.bs, self.keys, *x.shape[1:]).transpose(1, 2).contiguous() for x in found)
+        return k, v
+
+    def ours(self) -> Callable[[], Tensor]:
+        if self.new == 1:
+            from hal.backends.cuda.decode_attention import decode_attention
+
+            return lambda: decode_attention(
+                self.q,
+                self.k_cache,
+                self.v_cache,
+                self.kv_indptr,
+                self.slots,
+                self.out,
+                self.lse,
+                scale=self.scale,
+            )
+        from hal.backends.cuda.extend_attention import extend_attention
+
+        return lambda: extend_attention(
+            self.q, self.k_cache, self.v_cache, self.qo_indptr, self.kv_indptr, self.slots, self.out, self.lse,
+            scale=self.scale,
+        )  # fmt: skip
+
+    def fa3(self) -> Callable[[], Tensor] | None:
+        for name in ("flash_attn_interface", "sgl_kernel.flash_attn"):
+            try:
+                fn = importlib.import_module(name).flash_attn_with_kvcache
+            except (ImportError, AttributeError, OSError):
+                continue
+            q = self.q.view(self.bs, self.new, *self.q.shape[1:])
+
+            def call(fn: Any = fn, q: Tensor = q) -> Tensor:
+                found = fn(
+                    q, self.k_cache, self.v_cache, cache_seqlens=self.lens, page_table=self.table,
+                    softmax_scale=self.scale, causal=True,
+                )  # fmt: skip
+                result: Tensor = found[0] if isinstance(found, tuple) else found
+                return result.view(self.q.shape)
+
+            return call
+        return None
+
+    def sdpa(self) -> Callable[[], Tensor] | None:
+        """None where torch's causal mask, which is aligned to the first key, means something else."""
+        if self.new != 1 and self.new != self.keys:
+            return None
+        k, v = self.contiguous()
+        q = self.q.view(self.bs, self.new, *self.q.shape[1:]).transpose(1, 2).contiguous()
+
+        def call() -> Tensor:
+            found = functional.scaled_dot_product_attention(q, k, v, is_causal=self.new > 1, enable_gqa=True)
+            return found.transpose(1, 2).reshape(self.q.shape) if checking else found
+
+        return call
+
+    def check(self, out: Tensor, which: Iterable[int]) -> float:
+        """The largest error of some requests' last tokens, in units of the bound."""
+        worst = 0.0
+        hq, hk, d = HEADS
+        for i in which:
+            mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
+            k, v = (
+                c.view(-1, hk, d)[mine].double().repeat_interleave(hq // hk, 1)
+                for c in (self.k_cache, self.v_cache)
+            )
+            rows = torch.arange((i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device="cuda")
+            q = self.q[rows].double()
+            logits = torch.einsum("nhd,jhd->nhj", q, k) * self.scale
+            size = torch.einsum("nhd,jhd->nhj", q.abs(), k.abs()).amax(-1) * self.scale
+            position = self.keys - (i + 1) * self.new + rows
+            seen = torch.arange(self.keys, device="cuda") <= position.view(-1, 1, 1)
+            p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+            many = (position + 1).view(-1, 1).expand(len(rows), hq)
+            weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
+            slack, _ = _judge.attention_slack(self.q.dtype, d, size, many, weight)
+            truth = torch.einsum("nhj,jhd->nhd", p, v)
+            want = _judge.Want(
+                torch.ones(truth.shape, dtype=torch.bool), (_judge.Candidate(truth.cpu(), slack.cpu()),)
+            )
+            got = out[rows].cpu()
+            if not _judge.right_any(got, want).all():
+                raise AssertionError(f"request {i}: outside the bound")
+            worst = max(worst, _judge.headroom(got, want))
+        return worst
+
+
+checking = False
+
+
+def _table(op: str, cases: Sequence[tuple[int, int, int]], rounds: int) -> list[Row]:
+    """Rows of one op: device and host microseconds, ratios to the peers of the same run, bytes and FLOPs."""
+    global checking
+    out = []
+    for bs, new, keys in cases:
+        sets = [Inputs(bs, new, keys, seed=s) for s in range(2)]
+        impls: dict[str, list[Callable[[], Tensor]]] = {}
+        for x in sets:
+            for name, fn in (("hal", x.ours()), ("fa3", x.fa3()), ("sdpa contiguous", x.sdpa())):
+                if fn is not None:
+                    impls.setdefault(name, []).append(fn)
+        checking = True
+        room = {name: sets[0].check(fns[0](), {0, bs - 1}) for name, fns in impls.items()}
+        checking = False
+        calls = {name: (lambda i, fns=fns: fns[i]()) for name, fns in impls.items()}
+        work = bs * new * (keys - (new - 1) / 2)
+        per = max(2, min(48, int(2e5 / max(1.0, bs * keys / 200 + work / 1e4))))
+        times = device_us(calls, len(sets), per_graph=per, rounds=rounds)
+        hq, hk, d = HEADS
+        moved = 2 * bs * keys * hk * d * 2
+        out.append({
+            "op": op, "bs": bs, "new": new, "keys": keys, "device_us": times,
+            "host_us": host_us({"hal": calls["hal"]}, len(sets)) if bs * keys <= 1 << 16 else None,
+            "ratio": {n: times["hal"] / t for n, t in times.items() if n != "hal"}, "headroom": room,
+            "gbs": moved / times["hal"] / 1e3, "tflops": 4 * work * hq * d / times["hal"] / 1e6,
+        })  # fmt: skip
+        del sets, impls, calls
+        gc.collect()
+        torch.cuda.empty_cache()
+    return out
+
+
+def decode_attention(rounds: int = 25) -> list[Row]:
+    """Rows: batch, device and host microseconds of each; `target` is the ratio to SDPA that FA3 has."""
+    rows = _table("decode_attention", [(bs, 1, keys) for bs, keys in DECODE], rounds)
+    return [{**r, "target": t} for r, t in zip(rows, DECODE_TARGET, strict=True)]
+
+
+def extend_attention(rounds: int = 15) -> list[Row]:
+    """Rows: batch, device and host microseconds of each."""
+    return _table("extend_attention", [(bs, new, new + prefix) for bs, new, prefix in EXTEND], rounds)
+
+
+# --- correctness on the device ----------------------------------------------------------------------
+
+
+def _there(value: Any, memo: dict[int, Tensor]) -> Any:
+    """The argument on the device, views of one storage still views of one storage."""
+    if not isinstance(value, Tensor):
+        return value
+    store = value.untyped_storage()
+    if store.data_ptr() not in memo:
+        memo[store.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(store).cuda()
+    base = memo[store.data_ptr()].untyped_storage()
+    return torch.empty(0, dtype=value.dtype, device="cuda").set_(
+        base, value.storage_offset(), value.shape, value.stride()
+    )
+
+
+def check(names: Iterable[str] = ("decode_attention", "extend_attention")) -> list[Row]:
+    """Every sample through the launchers, twice in a captured graph as well. Rows: op, headroom, failures."""
+    rows = []
+    for name in names:
+        spec, worst, failed, ran = ops.spec(name), 0.0, [], 0
+        fn = getattr(importlib.import_module(f"hal.backends.cuda.{name}"), name)
+        plain = {p.name for p in spec.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        for sample in spec.samples:
+            args = spec.make(**sample.params)
+            wants = spec.oracle(args)
+            memo: dict[int, Tensor] = {}
+            here = {k: _there(v, memo) for k, v in args.items()}
+            positional = [v for k, v in here.items() if k not in plain]
+            keyword = {k: here[k] for k in plain}
+            ran += 1
+            try:
+                for captured in (False, True):
+                    for x in ("out", "lse"):
+                        if here[x] is not None:
+                            here[x].fill_(torch.nan)
+                    result = fn(*positional, **keyword)
+                    if captured:
+                        torch.cuda.synchronize()
+                        graph = torch.cuda.CUDAGraph()
+                        with torch.cuda.graph(graph):
+                            result = fn(*positional, **keyword)
+                        result.fill_(torch.nan)
+                        graph.replay()
+                        graph.replay()
+                    torch.cuda.synchronize()
+                    for x, want in wants.items():
+                        got = (result if x == "return" else here[x]).cpu()
+                        bad = ~_judge.right_any(got, want)
+                        if bad.any():
+                            raise AssertionError(
+                                f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}"
+                            )
+                        worst = max(worst, _judge.headroom(got, want))
+            except Exception as e:  # one bad sample must not hide the others
+                failed.append(f"{sample.name}: {type(e).__name__}: {str(e)[:200]}")
+        rows.append({"op": name, "samples": ran, "headroom": worst, "failed": failed})
+    return rows
+
+
+# --- tuning -----------------------------------------------------------------------------------------
+
+
+def tune() -> list[Row]:
+    """Device microseconds of ours by configuration, at the tables' points."""
+    from hal.backends.cuda import decode_attention as decode
+    from hal.backends.cuda import extend_attention as extend
+
+    found = []
+
+    def time(x: Inputs, about: Row) -> None:
+        launch.forget()
+        try:
+            us = device_us({"hal": lambda i: x.ours()()}, 1, per_graph=8, rounds=7)["hal"]
+        except Exception as e:  # a tile that does not fit is an answer
+            found.append({**about, "error": f"{type(e).__name__}: {str(e)[:80]}"})
+            return
+        found.append({**about, "us": round(us, 2)})
+
+    tiles, per_sm = decode.tiles, decode.PER_SM
+    for bs, keys in DECODE:
+        x = Inputs(bs, 1, keys)
+        for n, warps, stages in (
+            (64, 4, 3),
+            (32, 4, 3),
+            (32, 4, 4),
+            (64, 4, 4),
+            (128, 4, 3),
+            (64, 2, 3),
+            (128, 8, 3),
+        ):
+            for programs in (2, 4, 8):
+                decode.tiles = lambda *a, n=n, w=warps, s=stages: (16, n, w, s)
+                decode.PER_SM = programs
+                about = {"n": n, "warps": warps, "stages": stages, "per_sm": programs}
+                time(x, {"op": "decode", "bs": bs, "keys": keys, **about})
+        del x
+        torch.cuda.empty_cache()
+    decode.tiles, decode.PER_SM = tiles, per_sm
+    wide = extend.tiles
+    for bs, new, prefix in EXTEND:
+        x = Inputs(bs, new, new + prefix)
+        for tile in (
+            (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
+            (64, 128, 4, 3),
+        ):  # fmt: skip
+            extend.tiles = lambda *a, t=tile: t
+            time(x, {"op": "extend", "bs": bs, "new": new, "prefix": prefix, "tile": tile})
+        del x
+        torch.cuda.empty_cache()
+    extend.tiles = wide
+    launch.forget()
+    return found
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    "check": check, "decode": decode_attention, "extend": extend_attention, "tune": tune,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or TABLES:
+        for row in TABLES[wanted]():
+            print(json.dumps(row), flush=True)
