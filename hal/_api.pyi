@@ -45,3 +45,58 @@ def kv_transfer(
     method: str = "auto",
     backend: str | None = None,
 ) -> None: ...
+def write_req_to_token(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    start_offsets: Tensor,
+    end_offsets: Tensor,
+    src: Tensor,
+    *,
+    backend: str | None = None,
+) -> None: ...
+def compute_positions(
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    indptr: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def build_kv_indices(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def build_page_table(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def alloc_extend(
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    last_loc: Tensor,
+    free_pages: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def alloc_decode(
+    seq_lens: Tensor,
+    last_loc: Tensor,
+    free_pages: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...

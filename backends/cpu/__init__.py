@@ -2,7 +2,10 @@
 
 from hal.registry import Backend, Impl, hookimpl
 
-_EXACT = ("get_last_loc", "assign_extend_cache_locs")
+_EXACT = (
+    "get_last_loc", "assign_extend_cache_locs", "write_req_to_token", "compute_positions", "build_kv_indices",
+    "build_page_table", "alloc_extend", "alloc_decode",
+)  # fmt: skip
 """The same bits every time. In the others, which of several equal slots is written last depends on the threads."""
 
 
