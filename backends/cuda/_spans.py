@@ -15,7 +15,7 @@ GROUP = 32
 """Requests compared with a chunk at once."""
 TILE = 1024
 """Lengths summed at once."""
-BLOCK = 512
+BLOCK = 256
 """Outputs in a chunk."""
 WARPS = 8
 
