@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         compute_positions,
         get_last_loc,
         kv_transfer,
+        kv_write,
         rope_kv_write,
         write_req_to_token,
     )
@@ -33,7 +34,7 @@ __all__ = [
     "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError",
     "SelectionError", "SlotAllocator", "__version__", "alloc_decode", "alloc_extend",
     "assign_extend_cache_locs", "bind", "build_kv_indices", "build_page_table", "compute_positions",
-    "configure", "explain", "get_last_loc", "info", "kv_transfer", "num_new_pages", "register", "reload",
+    "configure", "explain", "get_last_loc", "info", "kv_transfer", "kv_write", "num_new_pages", "register", "reload",
     "rope_kv_write", "unregister", "use", "warmup", "write_req_to_token",
 ]  # fmt: skip
 

@@ -100,3 +100,14 @@ def alloc_decode(
     *,
     backend: str | None = None,
 ) -> Tensor: ...
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    backend: str | None = None,
+) -> None: ...

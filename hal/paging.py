@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal.ops._spans import check_page_size, extent
+from hal.ops._spec import describe
 
 
 def num_new_pages(prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequence[int], page_size: int) -> int:
@@ -28,7 +29,7 @@ def num_new_pages(prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequen
         >>> hal.num_new_pages([2, 0, 4], [5, 3, 4], page_size=4)
         2
     """
-    check_page_size("num_new_pages", {"page_size": page_size})
+    check_page_size("num_new_pages", page_size)
     lists = []
     for name, lens in (("prefix_lens", prefix_lens), ("seq_lens", seq_lens)):
         if isinstance(lens, Tensor):

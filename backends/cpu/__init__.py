@@ -18,7 +18,7 @@ def hal_backend() -> Backend:
             op: Impl(
                 f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT
             )
-            for op in (*_EXACT, "rope_kv_write", "kv_transfer")
+            for op in (*_EXACT, "rope_kv_write", "kv_transfer", "kv_write")
         },
         requires=("numba>=0.61",),
         extra="cpu",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 OPS = (
     "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token", "compute_positions",
-    "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode",
+    "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
         "get_last_loc": list(product(index, repeat=2)),
         "assign_extend_cache_locs": list(product(index, repeat=4)),
         "rope_kv_write": [("bf16",), (HALF,), ("fp32",)],
+        "kv_write": [("bf16",), (HALF,), ("fp32",)],
     }
     return kernel, found.get(op, [()])
 

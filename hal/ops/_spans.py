@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,8 +42,7 @@ def clamped_lengths(start: Tensor, end: Tensor, most: int) -> Tensor:
     return torch.where(end > start, torch.where(length < 0, most, length.clamp(max=most)), 0)
 
 
-def check_page_size(op: str, a: Mapping[str, Any]) -> None:
-    """Raises unless page_size is an int in [1, MAX_PAGE]."""
-    page = a["page_size"]
+def check_page_size(op: str, page: object) -> None:
+    """Raises unless `page` is an int in [1, MAX_PAGE]."""
     if isinstance(page, bool) or not isinstance(page, int) or not 1 <= page <= MAX_PAGE:
         raise ArgumentError(op, "page_size", f"an int in [1, {MAX_PAGE}]", repr(page))

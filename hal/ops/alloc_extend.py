@@ -165,8 +165,11 @@ def _make(
     }  # fmt: skip
 
 
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    check_page_size("alloc_extend", a)
+def _check_sizes(
+    prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
+) -> None:
+    # Not of the call's kind, which is checked once, but of each call.
+    check_page_size("alloc_extend", page_size)
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
@@ -195,7 +198,7 @@ SPEC = OpSpec(
     },
     oracle=_oracle,
     make=_make,
-    check=_check,
+    check_sizes=_check_sizes,
     check_values=_check_values,
     samples=(
         *(

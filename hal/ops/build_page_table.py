@@ -102,8 +102,11 @@ def _make(
     }
 
 
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    check_page_size("build_page_table", a)
+def _check_sizes(
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor
+) -> None:
+    # Not of the call's kind, which is checked once, but of each call.
+    check_page_size("build_page_table", page_size)
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
@@ -127,7 +130,7 @@ SPEC = OpSpec(
     },
     oracle=_oracle,
     make=_make,
-    check=_check,
+    check_sizes=_check_sizes,
     check_values=_check_values,
     samples=(
         *(
