@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal.ops._spans import check_page_size, extent
-from hal.ops._spec import describe
 
 
-def num_new_pages(prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequence[int], page_size: int) -> int:
+def num_new_pages(
+    prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequence[int], page_size: int
+) -> int:
     """The pages that requests with `prefix_lens` tokens need to grow to `seq_lens`, as `alloc_extend` counts them.
 
     For `alloc_decode` the prefix is ``seq_lens - 1``. Nothing is asked of a device, so there is nothing to wait for.
@@ -35,7 +36,10 @@ def num_new_pages(prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequen
         if isinstance(lens, Tensor):
             if not lens.is_cpu or lens.ndim != 1 or lens.is_floating_point():
                 raise ArgumentError(
-                    "num_new_pages", name, "[bs] ints on the CPU", f"{lens.dtype}{list(lens.shape)}@{lens.device}"
+                    "num_new_pages",
+                    name,
+                    "[bs] ints on the CPU",
+                    f"{lens.dtype}{list(lens.shape)}@{lens.device}",
                 )
             lens = lens.tolist()
         lists.append(lens)

@@ -1,4 +1,4 @@
-"""build_kv_indices on the CPU: ``req_to_token[r_i, start_i : start_i + len_i]`` packed into `out`, its sums into `kv_indptr`.
+"""build_kv_indices on the CPU: ``req_to_token[r_i, start_i : start_i + len_i]`` in `out`, sums in `kv_indptr`.
 
 `req_to_token` [rows, width] int32, rows any stride apart; the rest int32 or int64. Invariants: lengths below
 2^31 alone count, so no sum can wrap; a start is compared with the table before it is added to.

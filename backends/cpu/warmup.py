@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from hal.backends.cpu._jit import Kernel
 
 OPS = (
-    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token", "compute_positions",
-    "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
+    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token",
+    "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
 )  # fmt: skip
 
 

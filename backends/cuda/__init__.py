@@ -13,7 +13,8 @@ def hal_backend() -> Backend:
         ops={
             op: Impl(f"{_HERE}.{op}:{op}", supports=f"{_HERE}.{op}:supports", graph_safe=True, deterministic=exact)
             for op, exact in (
-                ("get_last_loc", True), ("assign_extend_cache_locs", True), ("rope_kv_write", False), ("kv_transfer", False),
+                ("get_last_loc", True), ("assign_extend_cache_locs", True), ("rope_kv_write", False),
+                ("kv_transfer", False),
                 ("write_req_to_token", False), ("compute_positions", True), ("build_kv_indices", True),
                 ("build_page_table", True), ("alloc_extend", True), ("alloc_decode", True), ("kv_write", False),
             )

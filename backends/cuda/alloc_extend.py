@@ -14,11 +14,24 @@ from hal.backends.cuda._spans import BLOCK, GROUP, TILE, WARPS, extents, grid, o
 
 
 @launch.jit(
-    do_not_specialize=("prefixes", "lens", "last", "free", "out", "result", "bs", "n", "size", "each", "parts")
+    do_not_specialize=(
+        "prefixes",
+        "lens",
+        "last",
+        "free",
+        "out",
+        "result",
+        "bs",
+        "n",
+        "size",
+        "each",
+        "parts",
+    )
 )
 def alloc_extend_kernel(
     prefixes, lens, last, free, out, result, bs: tl.int64, n: tl.int64, size: tl.int64, each: tl.int32, parts: tl.int32,
-    PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -87,7 +100,18 @@ def alloc_extend(
     total = empty(1, dtype=int64, device=out.device)
     programs, each, parts = grid(bs, size, device)
     _launches[device, page_size, out.dtype is int64].start(
-        programs, prefix_lens, seq_lens, last_loc, free_pages, out, total, bs, free_pages.numel(), size, each, parts
+        programs,
+        prefix_lens,
+        seq_lens,
+        last_loc,
+        free_pages,
+        out,
+        total,
+        bs,
+        free_pages.numel(),
+        size,
+        each,
+        parts,
     )
     return total
 

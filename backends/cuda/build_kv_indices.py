@@ -14,7 +14,8 @@ from hal.backends.cuda._spans import BLOCK, GROUP, TILE, WARPS, extents, grid, o
 
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "each", "parts",
+        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "each",
+        "parts",
     )
 )  # fmt: skip
 def kv_indices_kernel(

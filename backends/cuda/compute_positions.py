@@ -30,7 +30,7 @@ def positions_kernel(
         j = group + tl.arange(0, GROUP)
         prefix, seq = extents(prefixes, lens, j, bs, True)
         ending = tl.cumsum(seq - prefix, 0)
-        if indptr is not None:
+        if indptr is not None:  # noqa: SIM102 (known when compiled; the other is not)
             if part == 0:
                 sums = tl.minimum(total + ending, size)
                 tl.store(indptr + j + 1, sums.to(indptr.dtype.element_ty), j < bs)
@@ -41,7 +41,7 @@ def positions_kernel(
             start = tl.load(prefixes + group + behind, o < stop, other=0).to(tl.int64)
             tl.store(out + total + o, (start + t).to(out.dtype.element_ty), o < stop)
         total += tl.sum(seq - prefix, 0)
-    if indptr is not None:
+    if indptr is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
     if first + each * GROUP >= bs:
@@ -62,7 +62,9 @@ class _Launches(dict[int, launch.Launch]):
 _launches: _Launches = launch.keeps(_Launches())
 
 
-def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
+def compute_positions(
+    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
+) -> Tensor:
     bs, size = prefix_lens.numel(), out.numel()
     if size or indptr is not None:
         device = out.get_device()

@@ -93,7 +93,8 @@ def kv_write(
     num_slots = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
     plan[0].start(
         (-(-n * heads // ROWS), 1, 1), k, v, k_cache, v_cache, slots,
-        float(k_scale) if k_scale.__class__ is int else k_scale, float(v_scale) if v_scale.__class__ is int else v_scale,
+        float(k_scale) if k_scale.__class__ is int else k_scale,
+        float(v_scale) if v_scale.__class__ is int else v_scale,
         *plan[1], num_slots, n,
     )  # fmt: skip
 

@@ -16,7 +16,9 @@ from hal.ops.alloc_extend import PAGE_ERRORS, free_list, largest_page, open_page
 from hal.ops.get_last_loc import check_range
 
 
-def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
+def alloc_decode(
+    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
+) -> Tensor:
     """``out[i]`` becomes the slot of request i's newest token, the one at position ``seq_lens[i] - 1``.
 
     It is ``last_loc[i] + 1``, or, where the token opens a page, the first slot of the next of `free_pages`
@@ -90,7 +92,7 @@ def _make(
     values: str = "valid",
     opening: str = "some",
 ) -> dict[str, Any]:
-    """`spare`: free pages beyond those needed; negative: too few. `opening`: ``some``, ``all``, ``none`` open a page."""
+    """`spare`: free pages beyond those needed; negative: too few. `opening`: ``some``, ``all``, ``none``."""
     g = generator(seed)
     tokens = randint(g, 0, longest + 1, (bs,))
     if opening == "all":
@@ -156,7 +158,9 @@ SPEC = OpSpec(
         Sample("edge-i32", {"bs": 40, "values": "edge", "out": "i32", "page_size": 3}),
         Sample("extreme", {"bs": 81, "values": "extreme", "page_size": 3}),
         Sample("extreme-page-1", {"bs": 81, "values": "extreme", "page_size": 1, "out": "i32"}),
-        Sample("extreme-i32", {"bs": 81, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32"}),
+        Sample(
+            "extreme-i32", {"bs": 81, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32"},
+        ),
     ),
     errors=(
         *(
@@ -165,7 +169,9 @@ SPEC = OpSpec(
         ),
         ErrorSample("out-longer", "out", lambda: _small(out=torch.zeros(4, dtype=torch.int64))),
         ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(3))),
-        ErrorSample("free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=torch.zeros(4, 1, dtype=torch.int64))),
+        ErrorSample(
+            "free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=torch.zeros(4, 1, dtype=torch.int64)),
+        ),
         ErrorSample("lens-strided", "seq_lens", lambda: _small(seq_lens=torch.ones(6, dtype=torch.int64)[::2])),
     ),
     ragged={

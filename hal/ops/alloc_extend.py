@@ -70,7 +70,9 @@ def alloc_extend(
     follows = (last >= 0) & (last % page_size == (prefix[i] - 1) % page_size)
     taken = (pages.cumsum(0) - pages)[i] + ahead
     there = (ahead >= 0) & (taken < n)
-    new = torch.where(there, free_pages[torch.where(there, taken, 0)], -1) if n else torch.full_like(taken, -1)
+    new = (
+        torch.where(there, free_pages[torch.where(there, taken, 0)], -1) if n else torch.full_like(taken, -1)
+    )
     page = torch.where(ahead < 0, torch.where(follows, last // page_size, -1), new)
     ok = used & (page >= 0) & (page <= largest_page(out.dtype, page_size))
     out.copy_(torch.where(ok, torch.where(ok, page, 0) * page_size + position % page_size, -1))
@@ -94,7 +96,8 @@ def open_page(last: int, prefix: int, page_size: int) -> int:
 
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     page_size, out, free = a["page_size"], a["out"], a["free_pages"].tolist()
-    capacity, values, needed = out.shape[0], [], 0
+    capacity, needed = out.shape[0], 0
+    values: list[int] = []
     lists = (a[n].tolist() for n in ("prefix_lens", "seq_lens", "last_loc"))
     for p, s, last in zip(*lists, strict=True):
         prefix, seq = extent(p, s)
@@ -246,8 +249,9 @@ SPEC = OpSpec(
         ErrorSample("last-a-list", "last_loc", lambda: _small(last_loc=[1, 2, 3])),
     ),
     ragged={
-        "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "page_size": (1, 70), "slack": (-50, 50), "spare": (-30, 30),
-        "lens": ("i32", "i64"), "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
+        "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "page_size": (1, 70), "slack": (-50, 50),
+        "spare": (-30, 30), "lens": ("i32", "i64"),
+        "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
         "values": ("valid", "negative", "edge", "extreme"),
     },
 )  # fmt: skip

@@ -134,9 +134,9 @@ def _make(
         )
     return {
         "req_to_token": row_view(table, view),
-        "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]).roll(
-            2 if values in ("edge", "extreme") else 0
-        ),
+        "req_pool_indices": odd_indices(
+            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
+        ).roll(2 if values in ("edge", "extreme") else 0),
         "kv_lens": kv_lens,
         "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
@@ -145,7 +145,12 @@ def _make(
 
 
 def _check_sizes(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor, kv_start: Any
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Any,
 ) -> None:
     if kv_indptr.shape[0] != kv_lens.shape[0] + 1:
         raise ArgumentError(
@@ -184,7 +189,8 @@ SPEC = OpSpec(
             Sample(f"{i}-{n}-{p}-{o}-start-{s}", {"index": i, "lens": n, "indptr": p, "out": o, "start": s})
             for i, n, p, o, s in (
                 ("i32", "i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64", "i64"),
-                ("i32", "i64", "i32", "i64", "i32"), ("i64", "i32", "i64", "i32", None), ("i64", "i64", "i32", "i32", None),
+                ("i32", "i64", "i32", "i64", "i32"), ("i64", "i32", "i64", "i32", None),
+                ("i64", "i64", "i32", "i32", None),
             )
         ),
         Sample("one", {"bs": 1}),
@@ -200,16 +206,22 @@ SPEC = OpSpec(
         Sample("edge", {"bs": 40, "values": "edge", "slack": 100, "start": "i64"}),
         Sample("edge-no-start", {"bs": 40, "values": "edge", "slack": 100}),
         Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "start": "i64"}),
-        Sample("extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99}),
+        Sample(
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99},
+        ),
         Sample("no-rows", {"requests": 0}),
         Sample("no-columns", {"width": 0}),
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
+        ErrorSample(
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+        ),
         ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=torch.zeros(3))),
         ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(3, dtype=torch.int32))),
-        ErrorSample("indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(1, dtype=torch.int32).expand(4))),
+        ErrorSample(
+            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(1, dtype=torch.int32).expand(4)),
+        ),
         ErrorSample("out-of-rank-2", "out", lambda: _small(out=torch.zeros(3, 3, dtype=torch.int32))),
         ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(90, dtype=torch.int64)[::2])),
         ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=torch.zeros(4, dtype=torch.int64))),

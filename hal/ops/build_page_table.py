@@ -64,7 +64,9 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     for i, (r, n) in enumerate(zip(a["req_pool_indices"].tolist(), a["kv_lens"].tolist(), strict=True)):
         if 0 <= r < rows:
             firsts = table[r, : min(max(n, 0), width) : page].tolist()[: out.shape[1]]
-            value[i, : len(firsts)] = torch.tensor([s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype)
+            value[i, : len(firsts)] = torch.tensor(
+                [s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype
+            )
     full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
     return {"out": full, "return": full}
 
@@ -93,9 +95,9 @@ def _make(
     fill = randint(g, 0, 2**31 - 1, (bs, pages)).to(INDEX_DTYPES[out])
     return {
         "req_to_token": row_view(table, view),
-        "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]).roll(
-            1 if values in ("edge", "extreme") else 0
-        ),
+        "req_pool_indices": odd_indices(
+            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
+        ).roll(1 if values in ("edge", "extreme") else 0),
         "kv_lens": odd_indices(randint(g, 0, width + 1, (bs,)), width + 1, values, INDEX_DTYPES[lens]),
         "page_size": page_size,
         "out": row_view(fill, out_view),
@@ -149,13 +151,17 @@ SPEC = OpSpec(
         Sample("strided-out", {"out_view": "strided", "bs": 40}),
         Sample("edge", {"bs": 40, "values": "edge", "page_size": 5, "pages": 15}),
         Sample("extreme", {"bs": 41, "values": "extreme", "page_size": 5, "pages": 15}),
-        Sample("extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "page_size": 3, "pages": 30}),
+        Sample(
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "page_size": 3, "pages": 30},
+        ),
         Sample("no-rows", {"requests": 0}),
         Sample("no-columns", {"width": 0}),
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
+        ErrorSample(
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+        ),
         ErrorSample("page-zero", "page_size", lambda: _small(page_size=0)),
         ErrorSample("page-huge", "page_size", lambda: _small(page_size=2**30 + 1)),
         ErrorSample("page-float", "page_size", lambda: _small(page_size=16.0)),

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.ops._spec import FLOATS, FP8, INDEX, SHORT, ErrorSample, OpSpec, Sample, ScaleArg, TensorArg, describe
 from hal.ops._judge import ROPE_SLACK, Want, largest
+from hal.ops._spec import (
+    FLOATS,
+    FP8,
+    INDEX,
+    SHORT,
+    ErrorSample,
+    OpSpec,
+    Sample,
+    ScaleArg,
+    TensorArg,
+    describe,
+)
 from hal.ops._torch import in_range, store_rows
 from hal.ops.get_last_loc import check_range
 from hal.ops.rope_kv_write import SPEC as ROPE
@@ -67,14 +78,19 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         check_cache("kv_write", x, a[x], a[f"{x}_cache"], a[f"{x}_scale"])
     if a["k_cache"].shape[:-1] != a["v_cache"].shape[:-1]:
         raise ArgumentError(
-            "kv_write", "v_cache", f"k_cache's shape but for the last dim, {describe(a['k_cache'])}", describe(a["v_cache"])
+            "kv_write",
+            "v_cache",
+            f"{describe(a['k_cache'])} but for the last dim, like k_cache",
+            describe(a["v_cache"]),
         )
 
 
 def check_cache(op: str, x: str, source: Tensor, cache: Tensor, scale: Any) -> None:
     """The rules on a cache and its scale: fp8, or the source's dtype and no scale."""
     if cache.dtype not in (source.dtype, *FP8):
-        raise ArgumentError(op, f"{x}_cache", f"{SHORT[source.dtype]} ({x}'s dtype) or an fp8 dtype", describe(cache))
+        raise ArgumentError(
+            op, f"{x}_cache", f"{SHORT[source.dtype]} ({x}'s dtype) or an fp8 dtype", describe(cache)
+        )
     if scale is not None and cache.dtype not in FP8:
         raise ArgumentError(op, f"{x}_scale", f"None, since {x}_cache is not fp8", str(scale))
     if isinstance(scale, int | float) and not scale:
@@ -115,8 +131,8 @@ def _small(**change: Any) -> dict[str, Any]:
 _BF16 = torch.bfloat16
 _DTYPES = ("fp16", "bf16", "fp32")
 _TAKEN = frozenset({
-    "n", "kv_heads", "head_dim", "v_head_dim", "dtype", "slot", "cache", "slots", "page_size", "cache_dtype", "cache_view",
-    "qkv", "scale", "values", "specials",
+    "n", "kv_heads", "head_dim", "v_head_dim", "dtype", "slot", "cache", "slots", "page_size", "cache_dtype",
+    "cache_view", "qkv", "scale", "values", "specials",
 })  # fmt: skip
 
 SPEC = OpSpec(
@@ -129,7 +145,8 @@ SPEC = OpSpec(
             "slots kv_heads head_dim | pages page_size kv_heads head_dim", FLOATS + FP8, stride="inner", mutated=True
         ),
         "v_cache": TensorArg(
-            "slots kv_heads v_head_dim | pages page_size kv_heads v_head_dim", FLOATS + FP8, stride="inner", mutated=True
+            "slots kv_heads v_head_dim | pages page_size kv_heads v_head_dim", FLOATS + FP8,
+            stride="inner", mutated=True,
         ),
         "slots": TensorArg("n", INDEX),
         "k_scale": ScaleArg(),
@@ -164,7 +181,10 @@ SPEC = OpSpec(
         Sample("equal-slots", {"n": 6, "values": "equal"}),
         *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
-        *(Sample(f"head-dim-{d}", {"head_dim": d, "n": 4, "cache": "paged"}, "feature:any_head_dim") for d in (40, 72, 192)),
+        *(
+            Sample(f"head-dim-{d}", {"head_dim": d, "n": 4, "cache": "paged"}, "feature:any_head_dim")
+            for d in (40, 72, 192)
+        ),
         *(
             Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
             for c in ("e4m3", "e5m2")
@@ -174,7 +194,10 @@ SPEC = OpSpec(
             Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
             for c in ("e4m3", "e5m2")
         ),
-        Sample("e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20}, "feature:fp8_e4m3"),
+        Sample(
+            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
+            "feature:fp8_e4m3",
+        ),
     ),
     errors=(
         ErrorSample("k-fp64", "k", lambda: _small(k=torch.zeros(3, 2, 64, dtype=torch.float64))),
@@ -186,7 +209,9 @@ SPEC = OpSpec(
         ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
         ErrorSample("k-cache-none", "k_cache", lambda: _small(k_cache=None)),
         ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=torch.zeros(31, 2, 64, dtype=_BF16))),
-        ErrorSample("v-cache-expanded", "v_cache", lambda: _small(v_cache=torch.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64))),
+        ErrorSample(
+            "v-cache-expanded", "v_cache", lambda: _small(v_cache=torch.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64)),
+        ),
         ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
         ErrorSample("slots-float", "slots", lambda: _small(slots=torch.zeros(3))),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
@@ -194,6 +219,7 @@ SPEC = OpSpec(
         ErrorSample("scale-zero", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": 0.0}),
     ),
     ragged={
-        **{name: r for name, r in ROPE.ragged.items() if name in _TAKEN and name != "cache"}, "cache": ("slots", "paged"),
+        **{name: r for name, r in ROPE.ragged.items() if name in _TAKEN and name != "cache"},
+        "cache": ("slots", "paged"),
     },
 )  # fmt: skip

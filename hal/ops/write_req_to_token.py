@@ -88,7 +88,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
 
 
 def _make(seed: int = 0, src: str = "i64", slots: str = "valid", **params: Any) -> dict[str, Any]:
-    """Those of `assign_extend_cache_locs`; `slots`: ``valid``, ``skip`` (every third is -1), ``extreme``, ``none``."""
+    """Those of `assign_extend_cache_locs`; `slots`: ``valid``, ``skip``, ``extreme``, ``none``."""
     a = ASSIGN.make(seed=seed, out=src, **params)
     out = a.pop("out")
     g = generator(seed + 1)
@@ -107,7 +107,8 @@ def _make(seed: int = 0, src: str = "i64", slots: str = "valid", **params: Any) 
 def _check_values(a: Mapping[str, Any]) -> None:
     rows, width = a["req_to_token"].shape
     for name, low, high in (
-        ("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width), ("src", -1, LONGEST),
+        ("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width),
+        ("src", -1, LONGEST),
     ):  # fmt: skip
         check_range("write_req_to_token", name, a[name], low, high)
 
@@ -155,9 +156,12 @@ SPEC = OpSpec(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64))),
         ErrorSample(
-            "table-expanded", "req_to_token", lambda: _small(req_to_token=torch.zeros(1, 8, dtype=torch.int32).expand(4, 8))
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+        ),
+        ErrorSample(
+            "table-expanded", "req_to_token",
+            lambda: _small(req_to_token=torch.zeros(1, 8, dtype=torch.int32).expand(4, 8))
         ),
         ErrorSample("src-float", "src", lambda: _small(src=torch.zeros(9))),
         ErrorSample("src-strided", "src", lambda: _small(src=torch.zeros(18, dtype=torch.int64)[::2])),

@@ -51,4 +51,6 @@ def _right(name: str, got: Tensor, was: Tensor | None, want: Want | None) -> Non
         assert headroom(got, want) <= 1.0, name
     if was is not None:
         same = same_bits(got, was)
-        assert bool((same if want is None else same | want.named).all()), f"{name}: an unnamed element was written"
+        assert bool((same if want is None else same | want.named).all()), (
+            f"{name}: an unnamed element was written"
+        )

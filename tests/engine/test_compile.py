@@ -9,11 +9,13 @@ from engine.cases import OPS
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled when interpreted")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(("op", "only"), [*((op, "one") for op in OPS), ("kv_write", "fp16-scale"), ("kv_write", "fp32-scale")])
+@pytest.mark.parametrize(
+    ("op", "only"), [*((op, "one") for op in OPS), ("kv_write", "fp16-scale"), ("kv_write", "fp32-scale")]
+)
 def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
     from hal.backends.cuda import inspect
 

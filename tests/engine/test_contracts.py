@@ -25,7 +25,9 @@ def test_reference(op: str, sample: object) -> None:
 def test_reference_ragged(op: str) -> None:
     s = spec(op)
     draw = {
-        name: st.integers(*r) if isinstance(r, tuple) and all(type(x) is int for x in r) else st.sampled_from(list(r))
+        name: st.integers(*r)
+        if isinstance(r, tuple) and all(type(x) is int for x in r)
+        else st.sampled_from(list(r))
         for name, r in s.ragged.items()
     }
 

@@ -30,7 +30,9 @@ def test_sample(op: str, sample: Any) -> None:
 def test_ragged(op: str) -> None:
     s = spec(op)
     draw = {
-        name: st.integers(*r) if isinstance(r, tuple) and all(type(x) is int for x in r) else st.sampled_from(list(r))
+        name: st.integers(*r)
+        if isinstance(r, tuple) and all(type(x) is int for x in r)
+        else st.sampled_from(list(r))
         for name, r in s.ragged.items()
     }
 

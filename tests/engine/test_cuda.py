@@ -61,7 +61,8 @@ def run(op: str, args: dict[str, Any]) -> Any:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, KVPool):
-        return [t for half in (value.k, value.v) if half is not None for t in (half if isinstance(half, tuple) else (half,))]
+        halves = [half for half in (value.k, value.v) if half is not None]
+        return [t for half in halves for t in (half if isinstance(half, tuple) else (half,))]
     return [value] if isinstance(value, torch.Tensor) else []
 
 
@@ -74,11 +75,18 @@ def test_sample(op: str, sample: Any) -> None:
 def test_ragged(op: str) -> None:
     s = spec(op)
     draw = {
-        name: st.integers(*r) if isinstance(r, tuple) and all(type(x) is int for x in r) else st.sampled_from(list(r))
+        name: st.integers(*r)
+        if isinstance(r, tuple) and all(type(x) is int for x in r)
+        else st.sampled_from(list(r))
         for name, r in s.ragged.items()
     }
 
-    @settings(max_examples=200 if CUDA else 12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=200 if CUDA else 12,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.fixed_dictionaries({"seed": st.integers(0, 2**20), **draw}))
     def check(params: dict[str, Any]) -> None:
         try:

@@ -11,7 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import hal
 
@@ -23,7 +30,12 @@ class Engine(RuleBasedStateMachine):
 
     backend = "reference"
 
-    @initialize(page=st.sampled_from([1, 2, 3, 5, 16]), pages=st.integers(1, 40), wide=st.booleans(), seed=st.integers(0, 9))
+    @initialize(
+        page=st.sampled_from([1, 2, 3, 5, 16]),
+        pages=st.integers(1, 40),
+        wide=st.booleans(),
+        seed=st.integers(0, 9),
+    )
     def start(self, page: int, pages: int, wide: bool, seed: int) -> None:
         self.page, self.pages = page, pages
         self.dtype = torch.int64 if wide else torch.int32
@@ -123,7 +135,14 @@ class Engine(RuleBasedStateMachine):
         rows = sorted(self.lens)
         out = torch.full((sum(self.lens.values()) + 3,), -7, dtype=torch.int32)
         indptr = torch.empty(len(rows) + 1, dtype=torch.int32)
-        self.op("build_kv_indices", self.table, self.ints(rows), self.ints([self.lens[r] for r in rows]), indptr, out)
+        self.op(
+            "build_kv_indices",
+            self.table,
+            self.ints(rows),
+            self.ints([self.lens[r] for r in rows]),
+            indptr,
+            out,
+        )
         assert out.tolist() == [s for r in rows for s in self.slots[r]] + [-7] * 3
 
 
@@ -133,6 +152,10 @@ def test_no_slot_is_handed_out_twice_and_none_is_lost(backend: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60, stateful_step_count=50, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=60,
+            stateful_step_count=50,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
