@@ -118,9 +118,9 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return want
 
 
-def _make(seed: int = 0, **params: Any) -> dict[str, Any]:
+def _make(seed: int = 0, n: int = 5, **params: Any) -> dict[str, Any]:
     """Those of `rope_kv_write` that concern k, v, the caches and the slots."""
-    a = ROPE.make(seed=seed, q_heads=1, **params)
+    a = ROPE.make(seed=seed, n=n, q_heads=1, **params)
     return {name: a[name] for name in SPEC.args}
 
 
