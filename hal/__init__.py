@@ -13,26 +13,35 @@ from hal._version import __version__
 
 if TYPE_CHECKING:
     from hal._api import (
+        alloc_decode,
+        alloc_extend,
         assign_extend_cache_locs,
+        build_kv_indices,
+        build_page_table,
+        compute_positions,
         decode_attention,
         extend_attention,
         get_last_loc,
         kv_transfer,
+        kv_write,
         rope_kv_write,
+        write_req_to_token,
     )
     from hal.kvpool import KVPool, SlotAllocator
+    from hal.paging import num_new_pages
     from hal.registry._dispatch import bind, explain, info, warmup
     from hal.registry._table import configure, register, reload, unregister, use
 
 __all__ = [
     "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError", "SelectionError",
-    "SlotAllocator", "__version__", "assign_extend_cache_locs", "bind", "configure", "decode_attention",
-    "explain", "extend_attention", "get_last_loc", "info", "kv_transfer", "register", "reload", "rope_kv_write",
-    "unregister", "use", "warmup",
+    "SlotAllocator", "__version__", "alloc_decode", "alloc_extend", "assign_extend_cache_locs", "bind",
+    "build_kv_indices", "build_page_table", "compute_positions", "configure", "decode_attention", "explain",
+    "extend_attention", "get_last_loc", "info", "kv_transfer", "kv_write", "num_new_pages", "register", "reload",
+    "rope_kv_write", "unregister", "use", "warmup", "write_req_to_token",
 ]  # fmt: skip
 
 _LAZY = {
-    "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool",
+    "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool", "num_new_pages": "hal.paging",
     "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._dispatch",
     "warmup": "hal.registry._dispatch",
     "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",

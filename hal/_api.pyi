@@ -79,3 +79,69 @@ def extend_attention(
     v_scale: float | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor: ...
+def write_req_to_token(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    start_offsets: Tensor,
+    end_offsets: Tensor,
+    src: Tensor,
+    *,
+    backend: str | None = None,
+) -> None: ...
+def compute_positions(
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    indptr: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def build_kv_indices(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def build_page_table(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def alloc_extend(
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    last_loc: Tensor,
+    free_pages: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def alloc_decode(
+    seq_lens: Tensor,
+    last_loc: Tensor,
+    free_pages: Tensor,
+    page_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor: ...
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    backend: str | None = None,
+) -> None: ...

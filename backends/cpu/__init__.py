@@ -2,7 +2,10 @@
 
 from hal.registry import Backend, Impl, hookimpl
 
-_EXACT = ("get_last_loc", "assign_extend_cache_locs", "decode_attention", "extend_attention")
+_EXACT = (
+    "get_last_loc", "assign_extend_cache_locs", "write_req_to_token", "compute_positions", "build_kv_indices",
+    "build_page_table", "alloc_extend", "alloc_decode", "decode_attention", "extend_attention",
+)  # fmt: skip
 """The same bits every time. In the others, which of several equal slots is written last depends on the threads."""
 
 
@@ -15,7 +18,7 @@ def hal_backend() -> Backend:
             op: Impl(
                 f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT
             )
-            for op in (*_EXACT, "rope_kv_write", "kv_transfer")
+            for op in (*_EXACT, "rope_kv_write", "kv_transfer", "kv_write")
         },
         requires=("numba>=0.61",),
         extra="cpu",

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.backends.cpu._jit import Kernel
 
-OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+OPS = (
+    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token",
+    "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
+)  # fmt: skip
 
 
 def probe() -> str | None:
@@ -32,9 +35,9 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
         "get_last_loc": list(product(index, repeat=2)),
         "assign_extend_cache_locs": list(product(index, repeat=4)),
         "rope_kv_write": [("bf16",), (HALF,), ("fp32",)],
-        "kv_transfer": [()],
+        "kv_write": [("bf16",), (HALF,), ("fp32",)],
     }
-    return kernel, found[op]
+    return kernel, found.get(op, [()])
 
 
 def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:

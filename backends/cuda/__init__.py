@@ -19,6 +19,13 @@ def hal_backend() -> Backend:
                 ("kv_transfer", False),
                 ("decode_attention", True),
                 ("extend_attention", False),
+                ("write_req_to_token", False),
+                ("compute_positions", True),
+                ("build_kv_indices", True),
+                ("build_page_table", True),
+                ("alloc_extend", True),
+                ("alloc_decode", True),
+                ("kv_write", False),
             )
         },
         requires=("triton>=3.6,<3.7",),

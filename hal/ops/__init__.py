@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from hal.ops._spec import OpSpec
 
 BUILTIN = (
-    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "decode_attention", "extend_attention",
+    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
+    "write_req_to_token", "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode",
+    "kv_write",
+    "decode_attention", "extend_attention",
 )  # fmt: skip
 """The ops of hal itself, in the order of the tables that list them."""
 

@@ -1,0 +1,63 @@
+"""build_kv_indices on the CPU: ``req_to_token[r_i, start_i : start_i + len_i]`` in `out`, sums in `kv_indptr`.
+
+`req_to_token` [rows, width] int32, rows any stride apart; the rest int32 or int64. Invariants: lengths below
+2^31 alone count, so no sum can wrap; a start is compared with the table before it is added to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hal.backends.cpu._bits import load
+from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._index import LONGEST, get, index, put
+from hal.backends.cpu._jit import Kernel
+
+
+def _kernel(  # type: ignore[no-untyped-def]
+    bs, table, rows, width, stride, requests, requests_64, lens, lens_64, indptr, indptr_64, out, out_64, capacity,
+    with_starts, starts, starts_64,
+):  # fmt: skip
+    at = 0
+    for i in range(bs):
+        put(indptr, indptr_64, i, at)
+        length = get(lens, lens_64, i)
+        if length <= 0 or length > LONGEST:
+            continue
+        length = min(length, capacity - at)
+        start = get(starts, starts_64, i) if with_starts else 0
+        r = get(requests, requests_64, i)
+        first = last = length
+        if 0 <= r < rows and -length < start < width:
+            first = max(0, -start)
+            last = min(length, width - start)
+        for t in range(first):
+            put(out, out_64, at + t, -1)
+        for t in range(first, last):
+            put(out, out_64, at + t, load(table, r * stride + start + t))
+        for t in range(last, length):
+            put(out, out_64, at + t, -1)
+        at += length
+    put(indptr, indptr_64, bs, at)
+
+
+kernel = Kernel(_kernel, "int i32 int int int u8 bool u8 bool u8 bool u8 bool int bool u8 bool")
+
+
+def build_kv_indices(
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor,
+    kv_start: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    need_cpu("build_kv_indices", req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start)
+    rows, width = req_to_token.shape
+    kernel()(
+        kv_lens.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0), *index(req_pool_indices),
+        *index(kv_lens), *index(kv_indptr), *index(out), out.shape[0], kv_start is not None, *index(kv_start),
+    )  # fmt: skip
+    return out
+
+
+def supports(sig: Any) -> str | None:
+    return rejected(sig.device)

@@ -1,0 +1,76 @@
+"""kv_write on the CPU: k and v to their cache slots, a token at a time.
+
+k [n, Hk, D], v [n, Hk, Dv] with free token and head strides; caches [slots, Hk, D] or [pages, page, Hk, D], any strides
+but the last. A slot is compared in int64 before an address is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hal.backends.cpu._bits import shift, take
+from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._index import get, index
+from hal.backends.cpu._jit import Kernel, inline
+from hal.backends.cpu._pool import run
+from hal.backends.cpu.rope_kv_write import SAME, _cache, _copy, _scaled
+
+
+@inline
+def _write(x, x_head, cache, at, c_head, heads, dim, kind, scale):  # type: ignore[no-untyped-def]
+    if kind == SAME:
+        _copy(x, x_head, cache, at, c_head, heads, dim)
+    else:
+        for h in range(heads):
+            _scaled(shift(x, h * x_head), cache, at + h * c_head, dim, kind, scale)
+
+
+def _kernel(  # type: ignore[no-untyped-def]
+    counter, grain, n, k, k_token, k_head, heads, dim, v, v_token, v_head, v_dim, slots, slots_64, num_slots, page,
+    k_cache, kc_kind, kc_page, kc_token, kc_head, k_scale, v_cache, vc_kind, vc_page, vc_token, vc_head, v_scale,
+):  # fmt: skip
+    begin = take(counter, grain) if grain else 0
+    while begin < n:
+        for t in range(begin, min(begin + grain, n) if grain else n):
+            slot = get(slots, slots_64, t)
+            if 0 <= slot < num_slots:
+                at = slot // page * kc_page + slot % page * kc_token
+                _write(shift(k, t * k_token), k_head, k_cache, at, kc_head, heads, dim, kc_kind, k_scale)
+                at = slot // page * vc_page + slot % page * vc_token
+                _write(shift(v, t * v_token), v_head, v_cache, at, vc_head, heads, v_dim, vc_kind, v_scale)
+        begin = take(counter, grain) if grain else n
+
+
+kernel = Kernel(
+    _kernel,
+    "i64 int int *x int int int int *x int int int u8 bool int int u8 int int int int float u8 int int int int float",
+)
+
+
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
+    need_cpu("kv_write", k, v, k_cache, v_cache, slots)
+    n, heads, dim = k.shape
+    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+    run(
+        kernel(FORMAT[k.dtype]), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
+        (
+            k.data_ptr(), k.stride(0), k.stride(1), heads, dim, v.data_ptr(), v.stride(0), v.stride(1), v.shape[2],
+            *index(slots), k_cache.shape[0] * page, page, *_cache(k_cache, k_scale), *_cache(v_cache, v_scale),
+        ),
+        (k, v, k_cache, v_cache, slots),
+    )  # fmt: skip
+
+
+def supports(sig: Any) -> str | None:
+    return rejected(sig.device)

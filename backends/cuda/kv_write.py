@@ -1,0 +1,108 @@
+"""kv_write: k and v to their cache slots, in one kernel.
+
+A program has ROWS rows of a head each, of k and of v. A slot is compared in int64 before an address is made of it.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor, float8_e4m3fn, float8_e5m2
+from torch.cuda import get_device_capability
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal.backends.cuda._device import pdl
+from hal.backends.cuda.rope_kv_write import _kind, _paging, _store
+
+ROWS = 8
+_FP8 = (float8_e4m3fn, float8_e5m2)
+
+
+@launch.jit(
+    do_not_specialize=(
+        "slots", "k_scale", "v_scale", "k_token", "k_head", "v_token", "v_head", "kc_page", "kc_token", "kc_head",
+        "vc_page", "vc_token", "vc_head", "num_slots", "n",
+    )
+)  # fmt: skip
+def kv_write_kernel(
+    k, v, k_cache, v_cache, slots, k_scale, v_scale,
+    k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
+    kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
+    vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, num_slots: tl.int64, n: tl.int64,
+    HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
+    K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # A product with a constant is how Triton learns that rows are aligned.
+    k_token, k_head, v_token, v_head = k_token * UNIT, k_head * UNIT, v_token * UNIT, v_head * UNIT
+    kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
+    vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    token, head = row // HEADS, row % HEADS
+    slot = tl.load(slots + token, token < n, other=-1).to(tl.int64)
+    written = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(written, slot, 0)
+    i = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    x = tl.load(k + token * k_token + head * k_head + i, written & (i < DIM), other=0.0)
+    j = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
+    y = tl.load(v + token * v_token + head * v_head + j, written & (j < V_DIM), other=0.0)
+    to_k = k_cache + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
+    to_v = v_cache + slot // PAGE * vc_page + slot % PAGE * vc_token + head * vc_head + j
+    _store(to_k, x, written & (i < DIM), k_scale, K_KIND, K_FP8)
+    _store(to_v, y, written & (j < V_DIM), v_scale, V_KIND, V_FP8)
+
+
+_plans: dict[tuple[object, ...], tuple[launch.Launch, tuple[int, ...]]] = launch.keeps({})
+
+
+def _plan(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: object, v_scale: object
+) -> tuple[launch.Launch, tuple[int, ...]]:
+    page, kc, vc = _paging(k_cache, v_cache)
+    strides = (*k.stride()[:2], *v.stride()[:2], *kc, *vc)
+    unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
+    on = pdl(k.get_device())
+    start = kv_write_kernel.bind(
+        HEADS=k.shape[1], DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, UNIT=unit,
+        K_FP8=k_cache.dtype in _FP8, V_FP8=v_cache.dtype in _FP8, K_KIND=_kind(k_scale), V_KIND=_kind(v_scale),
+        ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
+    )  # fmt: skip
+    return start, tuple(s // unit for s in strides)
+
+
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
+    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+) -> None:  # fmt: skip
+    n, heads, _ = k.shape
+    if not n or not heads:
+        return
+    key = (
+        k.shape[1:], v.shape[2], k.stride(), v.stride(), k_cache.shape[1:], k_cache.stride(), v_cache.stride(),
+        k_cache.dtype, v_cache.dtype, k_scale.__class__, v_scale.__class__, k.get_device(),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= 4096:
+            _plans.clear()
+        plan = _plans[key] = _plan(k, v, k_cache, v_cache, k_scale, v_scale)
+    num_slots = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+    plan[0].start(
+        (-(-n * heads // ROWS), 1, 1), k, v, k_cache, v_cache, slots,
+        float(k_scale) if k_scale.__class__ is int else k_scale,
+        float(v_scale) if v_scale.__class__ is int else v_scale,
+        *plan[1], num_slots, n,
+    )  # fmt: skip
+
+
+def supports(sig: Any) -> str | None:
+    """Everything, but fp8 caches on devices that can't convert to fp8."""
+    if sig.device == "cuda" and any(sig[c].dtype in _FP8 for c in ("k_cache", "v_cache")):
+        major, minor = get_device_capability()
+        if (major, minor) < (8, 9):
+            return f"fp8: no conversion to fp8 on compute capability {major}.{minor}; 8.9 has it"
+    return None

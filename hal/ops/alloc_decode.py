@@ -1,0 +1,182 @@
+"""alloc_decode: a slot for the one new token of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.ops._judge import Want
+from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops._spans import LONGEST, check_page_size
+from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
+from hal.ops.alloc_extend import PAGE_ERRORS, free_list, largest_page, open_page, open_slots, slot_in, wanted
+from hal.ops.get_last_loc import check_range
+
+
+def alloc_decode(
+    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
+) -> Tensor:
+    """``out[i]`` becomes the slot of request i's newest token, the one at position ``seq_lens[i] - 1``.
+
+    It is ``last_loc[i] + 1``, or, where the token opens a page, the first slot of the next of `free_pages`
+    after those of all requests before it. It is -1 where ``seq_lens[i]`` is not in [1, 2^31) (such a request
+    takes no page), where no page is left (the list is never read past its end), where a page's slots are not
+    all in the range of out's dtype, or where `last_loc` can't be the slot of the token before.
+
+    Args:
+        seq_lens: ``[bs]`` int32 or int64, tokens with the new one. Any value is safe.
+        last_loc: ``[bs]`` int32 or int64, the slot of the token before. Looked at only where its page is open.
+            Any value is safe.
+        free_pages: ``[n]`` int32 or int64, page numbers, taken from the front. Not changed.
+        page_size: slots in a page, 1 to 2^30; any, not only a power of two.
+        out: ``[bs]`` int32 or int64, overwritten.
+
+    Returns:
+        ``[1]`` int64, on the device: the pages that the batch needs, as `alloc_extend`.
+
+    Raises:
+        ArgumentError: a wrong dtype, rank, length, device, stride or page size.
+
+    Example:
+        >>> import torch, hal
+        >>> out = torch.empty(2, dtype=torch.int64)
+        >>> hal.alloc_decode(torch.tensor([6, 9]), torch.tensor([40, 7]), torch.tensor([3, 5]), 4, out)
+        tensor([1])
+        >>> out
+        tensor([41, 12])
+
+    Source: the contract of SGLang's ``alloc_decode_kernel``, with every value defined.
+    """
+    seq, last, n = seq_lens.to(torch.int64), last_loc.to(torch.int64), free_pages.shape[0]
+    counts = (seq >= 1) & (seq <= LONGEST)
+    position = torch.where(counts, seq, 1) - 1
+    opens = counts & (position % page_size == 0)
+    taken = opens.cumsum(0) - 1
+    there = opens & (taken < n)
+    new = torch.where(there, free_pages[torch.where(there, taken, 0)], -1) if n else torch.full_like(seq, -1)
+    follows = (last >= 0) & (last % page_size == (position - 1) % page_size)
+    page = torch.where(opens, new, torch.where(follows, last // page_size, -1))
+    ok = counts & (page >= 0) & (page <= largest_page(out.dtype, page_size))
+    out.copy_(torch.where(ok, torch.where(ok, page, 0) * page_size + position % page_size, -1))
+    return opens.sum().view(1)
+
+
+def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    page_size, out, free = a["page_size"], a["out"], a["free_pages"].tolist()
+    values, needed = [], 0
+    for seq, last in zip(a["seq_lens"].tolist(), a["last_loc"].tolist(), strict=True):
+        page, position = -1, seq - 1
+        if 1 <= seq <= LONGEST:
+            if position % page_size == 0:
+                page = free[needed] if needed < len(free) else -1
+                needed += 1
+            else:
+                page = open_page(last, position, page_size)
+        values.append(slot_in(page, position, page_size, out.dtype))
+    return wanted(values, needed, out)
+
+
+def _make(
+    seed: int = 0,
+    bs: int = 9,
+    longest: int = 60,
+    page_size: int = 4,
+    spare: int = 4,
+    lens: str = "i64",
+    last: str = "i64",
+    free: str = "i64",
+    out: str = "i64",
+    values: str = "valid",
+    opening: str = "some",
+) -> dict[str, Any]:
+    """`spare`: free pages beyond those needed; negative: too few. `opening`: ``some``, ``all``, ``none``."""
+    g = generator(seed)
+    tokens = randint(g, 0, longest + 1, (bs,))
+    if opening == "all":
+        tokens = tokens // page_size * page_size
+    elif opening == "none":
+        tokens = tokens // page_size * page_size + 1
+    seq = odd_indices(tokens + 1, longest, values, INDEX_DTYPES[lens])
+    needed = sum(1 <= s <= LONGEST and (s - 1) % page_size == 0 for s in seq.tolist())
+    return {
+        "seq_lens": seq, "last_loc": open_slots(g, tokens, page_size, INDEX_DTYPES[last], values),
+        "free_pages": free_list(g, max(0, needed + spare), values, INDEX_DTYPES[free], page_size),
+        "page_size": page_size,
+        "out": randint(g, 0, 2**31 - 1, (bs,)).to(INDEX_DTYPES[out]),
+    }  # fmt: skip
+
+
+def _check_sizes(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> None:
+    # Not of the call's kind, which is checked once, but of each call.
+    check_page_size("alloc_decode", page_size)
+
+
+def _check_values(a: Mapping[str, Any]) -> None:
+    for name, low in (("seq_lens", 0), ("last_loc", -1), ("free_pages", 0)):
+        check_range("alloc_decode", name, a[name], low, LONGEST)
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**_make(bs=3), **change}
+
+
+SPEC = OpSpec(
+    alloc_decode,
+    args={
+        "seq_lens": TensorArg("bs", INDEX),
+        "last_loc": TensorArg("bs", INDEX),
+        "free_pages": TensorArg("free", INDEX),
+        "page_size": ValueArg(),
+        "out": TensorArg("bs", INDEX, mutated=True),
+    },
+    oracle=_oracle,
+    make=_make,
+    check_sizes=_check_sizes,
+    check_values=_check_values,
+    samples=(
+        *(
+            Sample(f"{i}-{m}-{f}-{o}", {"lens": i, "last": m, "free": f, "out": o})
+            for i, m, f, o in (
+                ("i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64"), ("i32", "i64", "i32", "i64"),
+                ("i64", "i32", "i64", "i32"),
+            )
+        ),
+        *(Sample(f"page-{p}", {"page_size": p, "bs": 60}) for p in (1, 3, 7, 16, 64)),
+        Sample("one", {"bs": 1}),
+        Sample("empty", {"bs": 0}),
+        Sample("all-open-a-page", {"bs": 30, "opening": "all"}),
+        Sample("none-opens-a-page", {"bs": 30, "opening": "none", "spare": 0}),
+        Sample("too-few-pages", {"bs": 60, "spare": -7}),
+        Sample("no-pages", {"bs": 20, "spare": -10_000}),
+        Sample("past-one-block", {"bs": 5000, "page_size": 2}),
+        Sample("huge-page", {"page_size": 2**30}),
+        Sample("skip", {"bs": 40, "values": "skip"}),
+        Sample("edge", {"bs": 40, "values": "edge"}),
+        Sample("edge-i32", {"bs": 40, "values": "edge", "out": "i32", "page_size": 3}),
+        Sample("extreme", {"bs": 81, "values": "extreme", "page_size": 3}),
+        Sample("extreme-page-1", {"bs": 81, "values": "extreme", "page_size": 1, "out": "i32"}),
+        Sample(
+            "extreme-i32", {"bs": 81, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32"},
+        ),
+    ),
+    errors=(
+        *(
+            ErrorSample(name, "page_size", lambda value=value: _small(page_size=value))  # type: ignore[misc]
+            for name, value in PAGE_ERRORS
+        ),
+        ErrorSample("out-longer", "out", lambda: _small(out=torch.zeros(4, dtype=torch.int64))),
+        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(3))),
+        ErrorSample(
+            "free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=torch.zeros(4, 1, dtype=torch.int64)),
+        ),
+        ErrorSample("lens-strided", "seq_lens", lambda: _small(seq_lens=torch.ones(6, dtype=torch.int64)[::2])),
+    ),
+    ragged={
+        "bs": (0, 600), "longest": (0, 90), "page_size": (1, 70), "spare": (-30, 30), "lens": ("i32", "i64"),
+        "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
+        "values": ("valid", "skip", "edge", "extreme"), "opening": ("some", "all", "none"),
+    },
+)  # fmt: skip
