@@ -273,7 +273,7 @@ def inspect(
     kernel: Annotated[str | None, typer.Argument(help="One op; none: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
 ) -> None:
-    """What a backend's kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
+    """What kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
     rows = _manifest_call(backend, "inspect", kernel)
     _show_rows(rows, as_json)
     bad = [r for r in rows if r.get("verdict", "ok") != "ok"]
@@ -303,10 +303,8 @@ def _manifest_call(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
         )
     states = [entry.state(lane) for lane in entry.lanes]
     # A compiler needs no device: unavailable is no obstacle to looking at what it makes.
-    if (
-        what == "tune"
-        and not entry.state().ready
-        or all(s.state in ("absent", "broken", "incompatible") for s in states)
+    if (what == "tune" and not entry.state().ready) or all(
+        s.state in ("absent", "broken", "incompatible") for s in states
     ):
         raise NoBackendError(f"hal: {what}: {backend} is {entry.state()}")
     return list(resolve(tool)(*args))

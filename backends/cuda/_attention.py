@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """What the two attention kernels share: rows of a paged cache as tiles, and one step of the running softmax.
 
 Logits are kept in units of log 2, so that the exponential is the hardware's own exp2.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """What the kernels over ragged requests share.
 
 A program has a group of GROUP requests (or several, one after the other), and of their outputs every PARTS-th

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """alloc_decode: the slot after the last one, or the first of the next free page, in one launch.
 
 A program has a run of requests and counts the pages opened by all before it, in whole tiles; programs are bounded in

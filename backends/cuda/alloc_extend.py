@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """alloc_extend: open pages are filled, then pages taken from the front of `free_pages`, in one launch.
 
 The requests are shared out as `_spans` says, with two running sums: tokens, and new pages. A page is compared with

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """build_page_table: ``out[i, p] = req_to_token[r_i, p * page_size] // page_size``, -1 past the last page.
 
 A program has a piece of a row. All index math is in 64 bits, on a page number below the row's length.

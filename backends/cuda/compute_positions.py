@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """compute_positions: prefix_i, ..., seq_i - 1 of every request, one after the other, in one flat tensor.
 
 The requests are shared out as `_spans` says; the last group's programs also fill what is left of `out`.

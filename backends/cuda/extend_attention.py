@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """extend_attention: tiles of tokens times the query heads that share a key/value head, over a request's slots.
 
 A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all

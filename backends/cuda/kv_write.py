@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """kv_write: k and v to their cache slots, in one kernel.
 
 A program has ROWS rows of a head each, of k and of v. A slot is compared in int64 before an address is made of it.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """write_req_to_token: ``req_to_token[r_i, start_i + t]`` becomes the next of `src`; -1 is skipped.
 
 The requests are shared out as `_spans` says. A column is compared with the table before it is added to.

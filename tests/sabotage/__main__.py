@@ -39,7 +39,12 @@ def main() -> int:
     if args.json:
         args.json.write_text(
             json.dumps(
-                {"device": args.device, "killed": len(killed), "run": len(ran), "faults": [k.to_json() for k in kills]},
+                {
+                    "device": args.device,
+                    "killed": len(killed),
+                    "run": len(ran),
+                    "faults": [k.to_json() for k in kills],
+                },
                 indent=1,
             )
             + "\n",

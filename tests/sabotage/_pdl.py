@@ -18,7 +18,14 @@ def programmatic_launch_without_a_wait(good: Any) -> Any:
         rows, width = req_to_token.shape
         if out.numel():
             last_loc[(out.numel(),)](
-                req_to_token, req_pool_indices, prefix_lens, out, rows, width, req_to_token.stride(0), launch_pdl=True
+                req_to_token,
+                req_pool_indices,
+                prefix_lens,
+                out,
+                rows,
+                width,
+                req_to_token.stride(0),
+                launch_pdl=True,
             )
         return out
 

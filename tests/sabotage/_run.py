@@ -81,7 +81,9 @@ def _kill_in_worker(fault: Fault, done: Any) -> Kill:
     for result in outcome.results.values():
         if result.outcome == FAILED and re.search(fault.message, result.reason):
             return done("killed", result.id, result.reason)
-    return done("survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values()))
+    return done(
+        "survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values())
+    )
 
 
 def false_alarms(op: str, device: str = "cpu") -> list[str]:
