@@ -167,7 +167,9 @@ class Arrivals:
             self.engine.preempt(only)
 
 
-def _check(console: Console, screen: Screen, model: object, requests: Sequence[Request], *, exact: bool) -> bool:
+def _check(
+    console: Console, screen: Screen, model: object, requests: Sequence[Request], *, exact: bool
+) -> bool:
     """Shows the comparison with transformers; whether it failed."""
     with progress(console) as bar:
         found = [compare(model, r) for r in bar.track(requests, description="transformers, prompt by prompt")]

@@ -113,7 +113,9 @@ class Llama:
         heads = [self.q_heads, self.kv_heads, self.kv_heads]
         q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.head_dim), heads, dim=1)
         k_cache, v_cache = pool.layer(layer)
-        self.ops.rope_kv_write(q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False)
+        self.ops.rope_kv_write(
+            q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False
+        )
         assert v_cache is not None
         out, at = torch.empty_like(q), 0
         # One request at a time: their lengths differ, and padding would cost more than these few calls.

@@ -44,7 +44,9 @@ def engine(
 ) -> Engine:  # fmt: skip
     theirs = transformers_llama(tied)
     model = Llama(theirs.config, theirs.state_dict(), ops or Meter(CPU))
-    return Engine(model, slots=slots, host_slots=host_slots, max_running=running, max_length=80, page_size=page_size)
+    return Engine(
+        model, slots=slots, host_slots=host_slots, max_running=running, max_length=80, page_size=page_size
+    )
 
 
 def prompts(n: int) -> list[list[int]]:
@@ -257,7 +259,9 @@ def test_any_course_of_events(seed: int) -> None:
     requests = []
     for number in itertools.count():
         if len(requests) < 9 and rng.random() < 0.5:
-            prompt = SYSTEM[: rng.randrange(14)] + [rng.randrange(30, 200) for _ in range(rng.randrange(1, 20))]
+            prompt = SYSTEM[: rng.randrange(14)] + [
+                rng.randrange(30, 200) for _ in range(rng.randrange(1, 20))
+            ]
             requests.append(e.add(prompt, rng.randrange(1, 24), priority=rng.randrange(3)))
         running = [r for r in e.live if r.row is not None]
         if running and rng.random() < 0.1:
