@@ -172,11 +172,17 @@ def test_importing_the_package_imports_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_random_weights_of_the_models_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["one", "two"], max_tokens=3, random_weights=True) == 0
+@pytest.mark.parametrize("broken", [False, True])
+def test_random_weights_of_the_models_shape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Their tokens depend on the cache: where what was moved to the host does not come back, they show it."""
+    if broken:
+        monkeypatch.setattr(cli.Meter, "kv_transfer", lambda *args, **kwargs: None, raising=False)
+    assert cli.main(["one", "two"], max_tokens=8, random_weights=True) == int(broken)
     said = capsys.readouterr().out
     assert "random Llama of SmolLM2-135M's shape, float32 on cpu" in said
-    assert "Every token of every prompt equals transformers'." in said
+    assert ("Every token of every prompt equals transformers'." in said) != broken
 
 
 def _has(*distributions: str) -> bool:
