@@ -140,11 +140,11 @@ def unit_of(strides: tuple[int, ...]) -> int:
 
 def unsupported(sig: object) -> str | None:
     """Limits that both ops have."""
-    e4m3 = sig["k_cache"].dtype == float8_e4m3fn  # type: ignore[index]
-    if e4m3 and sig.device == "cuda" and launch.lane() == "device":  # type: ignore[attr-defined]
+    e4m3 = sig["k_cache"].dtype == float8_e4m3fn
+    if e4m3 and sig.device == "cuda" and launch.lane() == "device":
         import torch
 
-        if torch.cuda.get_device_capability(sig.index) < (8, 9):  # type: ignore[attr-defined]
+        if torch.cuda.get_device_capability(sig.index) < (8, 9):
             return "fp8: e4m3 needs compute capability 8.9"
-    heads = max(sig.dims["head_dim"], sig.dims["v_head_dim"])  # type: ignore[attr-defined]
+    heads = max(sig.dims["head_dim"], sig.dims["v_head_dim"])
     return None if heads <= 576 else f"head_dim: {heads} is more than 576"
