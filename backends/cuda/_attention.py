@@ -6,6 +6,8 @@ Logits are kept in units of log 2, so that the exponential is the hardware's own
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float8_e5m2
@@ -138,7 +140,7 @@ def unit_of(strides: tuple[int, ...]) -> int:
     return next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
 
 
-def unsupported(sig: object) -> str | None:
+def unsupported(sig: Any) -> str | None:
     """Limits that both ops have."""
     e4m3 = sig["k_cache"].dtype == float8_e4m3fn
     if e4m3 and sig.device == "cuda" and launch.lane() == "device":
