@@ -53,7 +53,9 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
 
     if lane() != "device":
         return
-    where = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    where = torch.device("cuda" if device is None else device)
+    if where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     like = options.get("like", {})
     with torch.cuda.device(where):
         for op in ops:
