@@ -1,4 +1,4 @@
-"""The attention tables of ``../performance.md``, and all that a device has to say about the two kernels, in one file.
+"""The attention tables of ``docs/performance.md``, and all that a device has to say about the two kernels, in one file.
 
     python -m hal.bench.attention check     every sample of both contracts, judged by the oracles
     python -m hal.bench.attention decode    device and host time, beside FA3 and contiguous SDPA where they are
