@@ -556,3 +556,21 @@ def test_every_argument_is_documented() -> None:
         for part in ("Raises:", "Example:", "Source:"):
             assert part in op.doc, f"{op.name}: {part}"
     assert isinstance(spec("kv_transfer").args["src"], PoolArg)
+
+
+def test_functions_of_torch_that_ops_call_are_settled() -> None:
+    """Each elementwise function that MKL computes is called once alone before it can be called by two threads."""
+    from hal.ops import _torch
+
+    vector = {"acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1"}
+    vector |= {"log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh"}
+    called = set()
+    for folder in ("ops", "demo", "conformance", "bench"):
+        for file in (Path(hal.__file__).parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    owner = node.func.value
+                    if not (isinstance(owner, ast.Name) and owner.id in ("math", "np", "tl")):
+                        called.add(node.func.attr)
+    assert called & vector
+    assert called & vector <= {*_torch.SETTLED}

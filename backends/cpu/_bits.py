@@ -238,12 +238,11 @@ def encode(b: Any, kind: str, x: Any) -> Any:
     def i(value: int) -> Any:
         return constant(I32, value, x)
 
+    if kind == "bf16":
+        near = b.select(b.fcmp_unordered("uno", x, x), i(0x7FC00000), _near_bf16(b, x))
+        return b.trunc(b.lshr(near, i(16)), wide(I16, x))
     bits = b.bitcast(x, wide(I32, x))
     nan = b.fcmp_unordered("uno", x, x)
-    if kind == "bf16":
-        even = b.and_(b.lshr(bits, i(16)), i(1))
-        near = b.add(b.add(bits, i(0x7FFF)), even)
-        return b.trunc(b.lshr(b.select(nan, i(0x7FC00000), near), i(16)), wide(I16, x))
     size = b.and_(bits, i(0x7FFFFFFF))
     f = FORMATS[kind]
     drop = 23 - f.mantissa
@@ -260,3 +259,27 @@ def encode(b: Any, kind: str, x: Any) -> Any:
     out = b.select(nan, i(NAN[kind]), out)
     sign = b.lshr(b.and_(bits, i(0x80000000)), i(32 - f.bits))
     return b.trunc(b.or_(out, sign), wide(I16 if f.bits == 16 else I8, x))
+
+
+def _near_bf16(b: Any, x: Any) -> Any:
+    """fp32 -> its bits, of which the upper half is the nearest bf16 unless x is NaN; the lower half is anything."""
+    bits = b.bitcast(x, wide(I32, x))
+    even = b.and_(b.lshr(bits, constant(I32, 16, x)), constant(I32, 1, x))
+    return b.add(b.add(bits, constant(I32, 0x7FFF, x)), even)
+
+
+def split_bf16(b: Any, words: Any) -> tuple[Any, Any]:
+    """Words of two bf16 each -> (the first of each, the second of each), as fp32: an instruction each."""
+    fp32 = wide(F32, words)
+    first = b.shl(words, constant(I32, 16, words))
+    return b.bitcast(first, fp32), b.bitcast(b.and_(words, constant(I32, 0xFFFF0000, words)), fp32)
+
+
+def join_bf16(b: Any, first: Any, second: Any) -> Any:
+    """The inverse of `split_bf16`, rounded to nearest even.
+
+    A NaN must have a zero lower half, as those have that come of bf16 numbers and of canonical NaNs: rounding leaves it
+    a NaN, where one with all bits set would become -0.
+    """
+    low = b.lshr(_near_bf16(b, first), constant(I32, 16, first))
+    return b.or_(low, b.and_(_near_bf16(b, second), constant(I32, 0xFFFF0000, second)))

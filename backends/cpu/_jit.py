@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import filelock
 import llvmlite
 import numba
 
@@ -43,6 +45,21 @@ def _cached(fn: Callable[..., Any]) -> Any:
         return numba.njit(**options)(fn)
     finally:
         numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = saved
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other process compiles meanwhile.
+
+    numba reads its index, picks a free file name and writes both: two workers that start together could give one
+    file two meanings. So the second waits, and finds compiled what it needs.
+    """
+    with ExitStack() as held:
+        with suppress(OSError, NotImplementedError):  # a file system that is read-only, or without locks
+            folder = cache_dir()
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(filelock.FileLock(folder / "lock"))
+        yield
 
 
 inline = numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")
@@ -77,7 +94,7 @@ class Kernel:
         given = dict(zip(dict.fromkeys(names), variant, strict=True))
         words = [given.get(t, t) for t in self.types]
         signature = tuple(scalars[w] if w in scalars else POINTER[w] for w in words)
-        with _lock:
+        with _lock, _alone():
             if variant not in self._entries:
                 if self._dispatcher is None:
                     self._dispatcher = _cached(self.fn)

@@ -23,9 +23,11 @@ from hal.backends.cpu._bits import (
     cast,
     decode,
     encode,
+    join_bf16,
     load,
     move,
     shift,
+    split_bf16,
     store,
     take,
     types,
@@ -88,19 +90,110 @@ def _rotate_block(typingctx: Any, x: Any, y: Any, cos: Any, sin: Any, i: Any, st
     return types.void(x, y, cos, sin, types.int64, step), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _in_words(typingctx: Any, x: Any, y: Any) -> Any:
+    """Whether `_rotate_words` can rotate x into y."""
+    both = x.kind == y.kind == "bf16"
+    return types.boolean(x, y), lambda context, b, signature, args: ir.Constant(ir.IntType(1), both)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _rotate_words(typingctx: Any, x: Any, y: Any, cos: Any, sin: Any, i: Any, step: Any) -> Any:
+    """`_rotate_block` for bf16, read and written as words of two numbers: a third fewer instructions.
+
+    Rotates LANES pairs where pairs are neighbours (`step` None), else 2 * LANES. `cos` and `sin` are by `_prepare`.
+    """
+    words = ir.VectorType(I32, LANES)
+    numbers = ir.VectorType(ir.FloatType(), LANES)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if x.kind != "bf16" or y.kind != "bf16":
+            return context.get_dummy_value()  # never run: see `_in_words`
+        px, py, pc, ps, at, far = args
+
+        def read(p: Any, where: Any, kind: Any, align: int) -> Any:
+            return b.load(b.bitcast(b.gep(p, [where]), kind.as_pointer()), align=align)
+
+        def write(where: Any, value: Any) -> None:
+            b.store(value, b.bitcast(b.gep(py, [where]), words.as_pointer()), align=2)
+
+        def rotated(u: Any, v: Any, c: Any, s: Any) -> tuple[Any, Any]:
+            contract = ("contract",)
+            new_u = b.fsub(b.fmul(u, c, contract), b.fmul(v, s, contract), contract)
+            return new_u, b.fadd(b.fmul(v, c, contract), b.fmul(u, s, contract), contract)
+
+        c, s = read(pc, at, numbers, 4), read(ps, at, numbers, 4)
+        if isinstance(step, types.NoneType):
+            first = b.shl(at, I64(1))
+            pair = rotated(*split_bf16(b, read(px, first, words, 2)), c, s)
+            write(first, join_bf16(b, *pair))
+            return context.get_dummy_value()
+        next_at, second = b.add(at, I64(LANES)), b.add(at, far)
+        u, v = (split_bf16(b, read(px, where, words, 2)) for where in (at, second))
+        even = rotated(u[0], v[0], c, s)
+        odd = rotated(u[1], v[1], read(pc, next_at, numbers, 4), read(ps, next_at, numbers, 4))
+        write(at, join_bf16(b, even[0], odd[0]))
+        write(second, join_bf16(b, even[1], odd[1]))
+        return context.get_dummy_value()
+
+    return types.void(x, y, cos, sin, types.int64, step), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prepare_block(typingctx: Any, x: Any, y: Any, i: Any) -> Any:
+    """y[i : i + 2 * LANES] = x there, NaNs canonical, the even ones first."""
+    numbers = ir.VectorType(ir.FloatType(), 2 * LANES)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        source, target = (b.bitcast(b.gep(p, [args[2]]), numbers.as_pointer()) for p in args[:2])
+        raw = b.load(source, align=4)
+        value = b.select(
+            b.fcmp_ordered("ord", raw, raw), raw, ir.Constant(numbers, [float("nan")] * 2 * LANES)
+        )
+        order = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)]
+        mask = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
+        b.store(b.shuffle_vector(value, value, mask), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, y, types.int64), codegen
+
+
 @inline
-def _rotate(x, y, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
-    """y = the first 2 * half elements of x, rotated; x and y may be one."""
-    whole = half - half % LANES
+def _prepare(x, y, n, interleaved):  # type: ignore[no-untyped-def]
+    """y = x as `_rotate_words` takes it: NaNs canonical; not interleaved, the even ones of each 2 * LANES first."""
+    pairs = 0 if interleaved else n - n % (2 * LANES)
+    for i in range(0, pairs, 2 * LANES):
+        _prepare_block(x, y, i)
+    for i in range(pairs, n):
+        store(y, i, _canonical(load(x, i)))
+
+
+@inline
+def _canonical(x):  # type: ignore[no-untyped-def]
+    return x if x == x else np.float32(np.nan)
+
+
+@inline
+def _rotate(x, y, cos, sin, ready, half, interleaved):  # type: ignore[no-untyped-def]
+    """y = the first 2 * half elements of x, rotated; x and y may be one. `ready`: cos, then sin, by `_prepare`."""
+    begin, whole = 0, half - half % LANES
     if interleaved:
-        for i in range(0, whole, LANES):
-            _rotate_block(x, y, cos, sin, i, None)
+        if _in_words(x, y):
+            for i in range(0, whole, LANES):
+                _rotate_words(x, y, ready, shift(ready, half), i, None)
+        else:
+            for i in range(0, whole, LANES):
+                _rotate_block(x, y, cos, sin, i, None)
         for i in range(whole, half):
             c, s, u, v = load(cos, i), load(sin, i), load(x, 2 * i), load(x, 2 * i + 1)
             store(y, 2 * i, u * c - v * s)
             store(y, 2 * i + 1, v * c + u * s)
     else:
-        for i in range(0, whole, LANES):
+        if _in_words(x, y):
+            begin = half - half % (2 * LANES)
+            for i in range(0, begin, 2 * LANES):
+                _rotate_words(x, y, ready, shift(ready, half), i, half)
+        for i in range(begin, whole, LANES):
             _rotate_block(x, y, cos, sin, i, half)
         for i in range(whole, half):
             c, s, u, v = load(cos, i), load(sin, i), load(x, i), load(x, half + i)
@@ -145,9 +238,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     interleaved, write_k,
 ):  # fmt: skip
     half = rotary // 2
-    scratch = np.empty(rotary + dim, np.float32)
+    scratch = np.empty(2 * rotary + dim + 1, np.float32)
     row = view(scratch.ctypes.data, "fp32")
-    wide = shift(row, rotary)
+    ready = shift(row, rotary)
+    wide = shift(ready, rotary)
     begin = take(counter, grain) if grain else 0
     while begin < n:
         for t in range(begin, min(begin + grain, n) if grain else n):
@@ -160,9 +254,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                 cos = row
                 _widen(shift(cast(table, q), p * rotary), row, rotary)
             sin = shift(cos, half)
+            if _in_words(q, q):
+                _prepare(cos, ready, half, interleaved)
+                _prepare(sin, shift(ready, half), half, interleaved)
             for h in range(q_heads):
                 x = shift(q, t * q_token + h * q_head)
-                _rotate(x, x, cos, sin, half, interleaved)
+                _rotate(x, x, cos, sin, ready, half, interleaved)
 
             slot = -1
             if num_slots:
@@ -174,25 +271,25 @@ def _kernel(  # type: ignore[no-untyped-def]
                 if write_k:
                     for h in range(kv_heads):
                         x = shift(kt, h * k_head)
-                        _rotate(x, x, cos, sin, half, interleaved)
+                        _rotate(x, x, cos, sin, ready, half, interleaved)
                 continue
             at = slot // page * kc_page + slot % page * kc_token
             if kc_kind == SAME:
                 if write_k:
                     for h in range(kv_heads):
                         x = shift(kt, h * k_head)
-                        _rotate(x, x, cos, sin, half, interleaved)
+                        _rotate(x, x, cos, sin, ready, half, interleaved)
                     _copy(kt, k_head, k_cache, at, kc_head, kv_heads, dim)
                 else:
                     for h in range(kv_heads):
                         x = shift(kt, h * k_head)
                         y = shift(cast(k_cache, k), at + h * kc_head)
-                        _rotate(x, y, cos, sin, half, interleaved)
+                        _rotate(x, y, cos, sin, ready, half, interleaved)
                         move(shift(y, rotary), shift(x, rotary), dim - rotary)
             else:
                 for h in range(kv_heads):
                     x = shift(kt, h * k_head)
-                    _rotate(x, wide, cos, sin, half, interleaved)
+                    _rotate(x, wide, cos, sin, ready, half, interleaved)
                     _widen(shift(x, rotary), shift(wide, rotary), dim - rotary)
                     if write_k:
                         _widen(wide, x, rotary)
@@ -205,6 +302,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 for h in range(kv_heads):
                     _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
         begin = take(counter, grain) if grain else n
+    scratch[0] = 0.0  # its last use: numba frees an array right after that, whoever still holds its address
 
 
 kernel = Kernel(

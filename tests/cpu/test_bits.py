@@ -101,12 +101,33 @@ def test_a_vector_rounds_as_an_element_does(kind: str, lanes: int) -> None:
         assert bool((got[zero] == 0).all())
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_rotation_rounds_to_nearest_even(kind: str, interleaved: bool) -> None:
+    """Pairs (1, 0) turned by (cos, sin) are (cos, sin): every hard value is rounded by the code that rotates."""
+    from hal.backends.cpu.rope_kv_write import rope_kv_write
+
+    x = hard()
+    x = x[: x.numel() // 64 * 64].view(-1, 64)
+    for half in (0, 1):
+        cos_sin = torch.zeros(x.shape[0], 128)
+        cos_sin[:, 64 * half : 64 * half + 64] = x
+        q = torch.zeros(x.shape[0], 1, 128, dtype=FLOATS[kind])
+        q[..., slice(0, 128, 2) if interleaved else slice(0, 64)] = 1
+        rope_kv_write(q, q[:, :0], None, cos_sin, torch.arange(x.shape[0]), interleaved=interleaved)
+        got = q[:, 0, half::2] if interleaved else q[:, 0, 64 * half : 64 * half + 64]
+        want = x.to(FLOATS[kind])
+        real = ~(want == 0)  # 0 - 0 is 0, whatever the sign
+        _same(got[real], want[real])
+        assert bool((got[~real] == 0).all())
+
+
 def _turns(rotate):  # type: ignore[no-untyped-def]
     from hal.backends.cpu._bits import shift
 
     def turns(n, half, x, y, cos, sin, interleaved):  # type: ignore[no-untyped-def]
         for i in range(n):
             at = i * 2 * half
-            rotate(shift(x, at), shift(y, at), cos, sin, half, interleaved)
+            rotate(shift(x, at), shift(y, at), cos, sin, cos, half, interleaved)
 
     return turns

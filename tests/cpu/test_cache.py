@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import filelock
 import pytest
 
 SCRIPT = """
@@ -48,6 +50,28 @@ def test_an_unwritable_folder_costs_the_cache_alone(tmp_path: Path) -> None:
     for _ in range(2):
         assert _run(tmp_path / "file")[:2] == ["0", "1"]
     assert (tmp_path / "file").is_file()
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cpu import _jit
+
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_jit._env, "cache_dir", lambda: str(tmp_path))
+    kernel = _jit.Kernel(_add_one, "i64 int")
+    folder = _jit.cache_dir()
+    folder.mkdir(parents=True)
+    worker = threading.Thread(target=kernel, daemon=True)
+    with filelock.FileLock(folder / "lock"):
+        worker.start()
+        worker.join(1)
+        assert worker.is_alive()
+        assert not list(tmp_path.rglob("*.nbc"))
+    worker.join(60)
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+def _add_one(counter, n):  # type: ignore[no-untyped-def]
+    n + 1
 
 
 def test_other_sources_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,18 @@ def test_ragged(op: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001])
+def test_nan_of_any_bits_in_the_table_stays_nan(bits: int, interleaved: bool) -> None:
+    """Rounding by adding would turn 0x7FFFFFFF into -0, and -1 into +0."""
+    table = torch.full((2, 64), bits, dtype=torch.int32).view(torch.float32)
+    q, k = torch.ones(1, 3, 80, dtype=torch.bfloat16), torch.ones(1, 1, 80, dtype=torch.bfloat16)
+    ours("rope_kv_write")(q, k, None, table, torch.tensor([1]), interleaved=interleaved)
+    assert q[..., :64].isnan().all()
+    assert k[..., :64].isnan().all()
+    assert (q[..., 64:] == 1).all()
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_device_tensor_is_refused_even_unchecked(op: str) -> None:
     args = spec(op).make()
