@@ -68,7 +68,7 @@ def cases_of(spec: OpSpec) -> list[Case]:
         "determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())])
     )
     out += [Case(op, proof, "all") for proof in ("sequence", "threads", "leak", "ragged")]
-    if any(isinstance(a, PoolArg) for a in spec.args.values()):
+    if sum(isinstance(a, PoolArg) for a in spec.args.values()) > 1:
         out += [Case(op, "placement", p) for p in PLACEMENTS]
     out += [Case(op, proof, "all", may_die=True) for proof in DEVICE_PROOFS]
     return out

@@ -566,6 +566,8 @@ def is_range(r: Any) -> bool:
 def names_nothing(wants: Mapping[str, Want]) -> bool:
     """Does the contract ask for no element at all?"""
     for name, want in wants.items():
+        if want.free:
+            continue
         if name == "return" and want.named.numel():
             return False
         if any(bool(w.named.any()) for w in ([want, *want.fields.values()] if name != "return" else [])):

@@ -21,6 +21,16 @@ from hal.ops._spec import FP8
 
 ROPE_SLACK = 8 * 2.0**-24
 
+
+def norm_rope_slack(head_dim: int) -> float:
+    """The slack of RMSNorm, then RoPE, relative to sum|terms|, with an fp32 sum of squares in any order.
+
+    A sum of head_dim positive products is within head_dim steps of 2^-24, of which the square root leaves half; then
+    the reciprocal root within 2 ulp, two products, and RoPE's own.
+    """
+    return ROPE_SLACK + (head_dim / 2 + 8) * 2.0**-24
+
+
 ATTENTION_STEP = 2.0**-23
 """What one step of fp32 arithmetic may add to attention, relative."""
 ATTENTION_SPLIT = 512
@@ -50,12 +60,14 @@ class Want:
         candidates: a named element must be right by one of them (several: equal slots in one call).
         dtype: of a new tensor that is returned, where its candidates are float64; None: that of the candidates.
         fields: for an argument that is a `KVPool`: ``"k"``, ``"v"`` -> `Want` of each layer-stacked half.
+        free: a workspace: its named elements may be anything after the call.
     """
 
     named: Tensor
     candidates: tuple[Candidate, ...] = ()
     fields: dict[str, Want] = field(default_factory=dict)
     dtype: torch.dtype | None = None
+    free: bool = False
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -120,6 +132,8 @@ def right(out: Tensor, candidate: Candidate) -> Tensor:
 
 def right_any(out: Tensor, want: Want) -> Tensor:
     """bool per element: right by one candidate, or not named."""
+    if want.free:
+        return torch.ones_like(want.named)
     ok = ~want.named
     for candidate in want.candidates:
         ok = ok | right(out, candidate)

@@ -378,17 +378,21 @@ class OpSpec:
 
     def _tensor_key(self, name: str, arg: TensorArg) -> list[str]:
         """Dtype, rank and static dims of one tensor."""
-        static = sorted({i for a in arg.alternatives for i, d in enumerate(a) if d in self.static})
+        static = {(a, i) for a in arg.alternatives for i, d in enumerate(a) if d in self.static}
+        left = set(static)
         if not static:
             return [f"{name}.dtype", f"{name}.ndim"]
-        # From the front as far as the shortest alternative goes, from the back for the rest: every rank is covered.
-        low, high = min(map(len, arg.alternatives)), max(map(len, arg.alternatives))
-        where = [i if low == high or i < low - 1 else i - high for i in static]
-        return [
-            f"{name}.dtype",
-            f"len(_shape := {name}.shape)",
-            *(f"_shape[{i}]" for i in dict.fromkeys(where)),
-        ]
+        # A place counted from the front or from the back, where it is static in every rank.
+        longest = max(map(len, arg.alternatives))
+        keys = []
+        for at in (*range(longest), *range(-1, -longest - 1, -1)):
+            there = {(a, at % len(a)) for a in arg.alternatives if -len(a) <= at < len(a)}
+            if len(there) == len(arg.alternatives) and there <= static and there & left:
+                left -= there
+                keys.append(f"_shape[{at}]")
+        # What no such place covers: a slice, since it is empty where the rank is too low.
+        keys += [f"_shape[{i}:{i + 1}]" for i in sorted({i for _, i in left})]
+        return [f"{name}.dtype", f"len(_shape := {name}.shape)", *keys]
 
     def sizes_source(self) -> str:
         """Python source of an expression that is true where the dynamic sizes of a call disagree.
@@ -400,7 +404,7 @@ class OpSpec:
         for name, arg in self.args.items():
             for i in range(min(map(len, arg.alternatives)) if isinstance(arg, TensorArg) else 0):
                 where = tuple((a[i], i) for a in arg.alternatives)  # type: ignore[union-attr]
-                if len(where) == 1 and where[0][0] not in self.static:
+                if len(set(where)) == 1 and where[0][0] not in self.static:
                     groups.setdefault(((where[0][0], -1),), []).append((name, i))
                 elif where[0][0] not in self.static:
                     groups.setdefault(where, []).append((name, i))
