@@ -124,8 +124,14 @@ def _scaled(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    check_call("rope_kv_write", a, dims)
+
+
+def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    """The rules on the table, the caches and their scales."""
+
     def bad(argument: str, expected: str, got: str) -> ArgumentError:
-        return ArgumentError("rope_kv_write", argument, expected, got)
+        return ArgumentError(op, argument, expected, got)
 
     q, cos_sin = a["q"], a["cos_sin_cache"]
     if cos_sin.dtype not in (torch.float32, q.dtype):
@@ -165,11 +171,16 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
-    check_range("rope_kv_write", "positions", a["positions"], 0, a["cos_sin_cache"].shape[0] - 1)
+    check_values("rope_kv_write", a)
+
+
+def check_values(op: str, a: Mapping[str, Any]) -> None:
+    """Positions and slots out of range."""
+    check_range(op, "positions", a["positions"], 0, a["cos_sin_cache"].shape[0] - 1)
     if a["slots"] is not None:
         cache = a["k_cache"]
         size = cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
-        check_range("rope_kv_write", "slots", a["slots"], -1, size - 1)
+        check_range(op, "slots", a["slots"], -1, size - 1)
 
 
 # --- the truth --------------------------------------------------------------------------------------
@@ -193,21 +204,26 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         if x == "q" or a["write_k"]:
             named[..., :rotary] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * ROPE_SLACK),))
-    if a["k_cache"] is None:
-        return want
-    value, terms = truth["k"]
-    for x in ("k", "v"):
+    return want | caches_wanted(a, valid, *truth["k"], ROPE_SLACK)
+
+
+def caches_wanted(
+    a: Mapping[str, Any], valid: Tensor, value: Tensor, terms: Tensor, step: float
+) -> dict[str, Want]:
+    """What the caches must hold, none where there are none: k's float64 truth, within `step` of sum|terms|, and v."""
+    want: dict[str, Want] = {}
+    for x in ("k", "v") if a["k_cache"] is not None else ():
         cache, source = a[f"{x}_cache"], a[x]
         if cache.dtype == source.dtype:
             rows = value if x == "k" else source
-            slack = terms * ROPE_SLACK if x == "k" else None
+            slack = terms * step if x == "k" else None
         else:
             scale = a[f"{x}_scale"]
             scale = 1.0 if scale is None else float(scale)
             scale = float(torch.tensor(scale, dtype=torch.float32))
             rows = (value if x == "k" else source.double()) / scale
             size = rows.abs() if x == "v" else torch.maximum(terms, value.abs()) / abs(scale)
-            slack = size * ROPE_SLACK
+            slack = size * (step if x == "k" else ROPE_SLACK)
             rows = rows.clamp(-largest(cache.dtype), largest(cache.dtype))
             slack = torch.where(torch.isfinite(slack), slack, 0.0)
         want[f"{x}_cache"] = _rows_wanted(cache, a["slots"], valid, rows, slack)

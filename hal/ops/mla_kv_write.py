@@ -1,0 +1,309 @@
+"""mla_kv_write: writes MLA's joint rows, latent part and rope part, into the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError
+from hal.ops._judge import Candidate, Want
+from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops._spec import (
+    FLOATS,
+    FP8,
+    INDEX,
+    SHORT,
+    ErrorSample,
+    OpSpec,
+    Sample,
+    ScaleArg,
+    TensorArg,
+    describe,
+)
+from hal.ops.get_last_loc import check_range
+from hal.ops.kv_write import SPEC as KV_WRITE
+from hal.ops.rope_kv_write import _nested
+
+
+def mla_kv_write(
+    kv_lora: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    *,
+    kv_scale: float | Tensor | None = None,
+) -> None:
+    """``kv_cache[slots[i]] = kv_lora[i] ‖ k_rope[i]``: the one row that MLA keeps of a token, already rotated.
+
+    Args:
+        kv_lora: ``[n, lora_dim]`` or ``[n, 1, lora_dim]`` fp16, bf16 or fp32, the latent part; any token stride, the
+            last dim is contiguous (a view of a fused projection works).
+        k_rope: ``[n, rope_dim]`` or ``[n, 1, rope_dim]``, like kv_lora.
+        kv_cache: ``[slots, row_dim]``, ``[pages, page_size, row_dim]`` or ``[pages, page_size, 1, row_dim]``
+            (``[slots, 1, row_dim]`` is pages of one), row_dim = lora_dim + rope_dim; any strides but the last dim's.
+            Of kv_lora's dtype it gets the row bit for bit; of an fp8 dtype it gets ``row / kv_scale`` in fp32, rounded
+            once, saturating (+-Inf to the largest, NaN stays NaN).
+        slots: ``[n]`` int32 or int64. -1 or out of range: the token is not written. Equal slots in one call:
+            each element is one of the candidates'.
+        kv_scale: for an fp8 cache: a float or a one-element float32 tensor; None is 1.
+
+    Raises:
+        ArgumentError: an argument breaks this contract; nothing is written.
+
+    Example:
+        >>> import torch, hal
+        >>> kv_a = torch.randn(2, 576)
+        >>> kv_cache = torch.zeros(8, 16, 576)
+        >>> hal.mla_kv_write(kv_a[:, :512], kv_a[:, 512:], kv_cache, torch.tensor([17, -1]))
+        >>> torch.equal(kv_cache[1, 1], kv_a[0]), int(kv_cache.count_nonzero(dim=2).count_nonzero())
+        (True, 1)
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; the contract of vLLM's ``concat_and_cache_mla``, every slot
+    defined.
+    """
+    KV_WRITE.reference(**as_kv_write(locals()))
+
+
+def one_head(x: Tensor) -> Tensor:
+    """``[n, d]`` as ``[n, 1, d]``."""
+    return x if x.ndim == 3 else x.unsqueeze(1)
+
+
+def halves(cache: Tensor, lora_dim: int) -> tuple[Tensor, Tensor]:
+    """The latent and the rope part of a cache of joint rows, as caches of one head each."""
+    heads = cache if cache.ndim == 4 else cache.unsqueeze(-2)
+    return heads[..., :lora_dim], heads[..., lora_dim:]
+
+
+def as_kv_write(a: Mapping[str, Any]) -> dict[str, Any]:
+    """The call as one of `kv_write`: the rope part is k, the latent part v, of one head."""
+    v_cache, k_cache = halves(a["kv_cache"], a["kv_lora"].shape[-1])
+    return {
+        "k": one_head(a["k_rope"]), "v": one_head(a["kv_lora"]), "k_cache": k_cache, "v_cache": v_cache,
+        "slots": a["slots"], "k_scale": a["kv_scale"], "v_scale": a["kv_scale"],
+    }  # fmt: skip
+
+
+def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    """The rules on a cache of joint rows, its parts and its scale."""
+    for name in ("kv_lora", "k_rope"):
+        if a[name].ndim == 3 and a[name].shape[1] != 1:
+            raise ArgumentError(op, name, "one head at most", describe(a[name]))
+    cache, scale = a["kv_cache"], a["kv_scale"]
+    if cache.ndim == 4 and cache.shape[2] != 1:
+        raise ArgumentError(op, "kv_cache", "one head", describe(cache))
+    row = dims["lora_dim"] + dims["rope_dim"]
+    if dims["row_dim"] != row:
+        raise ArgumentError(op, "kv_cache", f"rows of lora_dim + rope_dim = {row} elements", describe(cache))
+    dtype = a["kv_lora"].dtype
+    if cache.dtype not in (dtype, *FP8):
+        raise ArgumentError(
+            op, "kv_cache", f"{SHORT[dtype]} (kv_lora's dtype) or an fp8 dtype", describe(cache)
+        )
+    if scale is not None and cache.dtype not in FP8:
+        raise ArgumentError(op, "kv_scale", "None, since kv_cache is not fp8", str(scale))
+    if isinstance(scale, int | float) and not scale:
+        raise ArgumentError(op, "kv_scale", "a scale that is not 0", str(scale))
+
+
+def check_slots(op: str, a: Mapping[str, Any]) -> None:
+    """Slots out of range."""
+    cache = a["kv_cache"]
+    size = cache.shape[0] * (cache.shape[1] if cache.ndim > 2 else 1)
+    check_range(op, "slots", a["slots"], -1, size - 1)
+
+
+def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
+    """What a cache of joint rows must hold, from what its parts must."""
+
+    def whole(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], dim=-1).view(cache.shape)
+
+    candidates = []
+    for one, other in zip(lora.candidates, rope.candidates, strict=True):
+        if one.slack is None and other.slack is None:
+            candidates.append(Candidate(whole(one.value, other.value)))
+            continue
+        slack = [torch.zeros(c.value.shape).double() if c.slack is None else c.slack for c in (one, other)]
+        candidates.append(Candidate(whole(one.value.double(), other.value.double()), whole(*slack)))
+    return Want(whole(lora.named, rope.named), tuple(candidates))
+
+
+def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    check_rows("mla_kv_write", a, dims)
+
+
+def _check_values(a: Mapping[str, Any]) -> None:
+    check_slots("mla_kv_write", a)
+
+
+def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    want = KV_WRITE.oracle(as_kv_write(a))
+    return {"kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"])}
+
+
+# --- samples ----------------------------------------------------------------------------------------
+
+
+def make_rows(
+    g: torch.Generator, n: int, lora_dim: int, rope_dim: int, dtype: torch.dtype, view: str, specials: bool
+) -> tuple[Tensor, Tensor]:
+    """kv_lora and k_rope. view: ``separate``, ``fused`` (views of one projection), ``misaligned`` (off a 16-byte
+    boundary), ``heads`` (with a head dim of 1)."""
+    parts = [floats(g, (n, d), dtype, specials) for d in (lora_dim, rope_dim)]
+    if view == "fused":
+        parts = list(torch.split(torch.cat(parts, dim=1), [lora_dim, rope_dim], dim=1))
+    elif view == "misaligned":
+        parts = [torch.cat([torch.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
+    elif view == "heads":
+        parts = [p.unsqueeze(1) for p in parts]
+    return parts[0], parts[1]
+
+
+def make_cache(
+    g: torch.Generator, form: str, slots: int, page_size: int, row: int, dtype: torch.dtype, view: str
+) -> Tensor:
+    """form: ``slots`` [S, row], ``paged`` [P, page, row], ``heads`` [S, 1, row], ``paged-heads`` [P, page, 1, row].
+    view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
+    lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
+    shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
+    fresh = torch.randn(shape, generator=g).clamp(-4, 4).to(dtype)
+    if view == "plain":
+        return fresh
+    strides = list(fresh.stride())
+    if view == "far":
+        strides[0] = FAR
+    else:
+        strides = _nested(fresh.shape, row + 8)
+    return torch.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
+
+
+def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:
+    order = torch.randperm(slots, generator=g)
+    order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
+    return odd_indices(order, slots, values, dtype)
+
+
+def make_scale(kind: str) -> float | Tensor | None:
+    """``none``, ``float``, ``tensor``."""
+    return {"none": None, "float": 0.37, "tensor": torch.tensor([2.25])}[kind]
+
+
+def _make(
+    seed: int = 0,
+    n: int = 5,
+    lora_dim: int = 128,
+    rope_dim: int = 64,
+    dtype: str = "bf16",
+    slot: str = "i64",
+    cache: str = "slots",
+    slots: int = 48,
+    page_size: int = 16,
+    cache_dtype: str | None = None,
+    cache_view: str = "plain",
+    rows: str = "separate",
+    scale: str = "none",
+    values: str = "valid",
+    specials: bool = False,
+) -> dict[str, Any]:
+    g, kind = generator(seed), FLOAT_DTYPES[cache_dtype or dtype]
+    kv_lora, k_rope = make_rows(g, n, lora_dim, rope_dim, FLOAT_DTYPES[dtype], rows, specials)
+    return {
+        "kv_lora": kv_lora, "k_rope": k_rope,
+        "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
+        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]), "kv_scale": make_scale(scale),
+    }  # fmt: skip
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**_make(n=3, slots=32), **change}
+
+
+_BF16 = torch.bfloat16
+_DTYPES = ("fp16", "bf16", "fp32")
+_FORMS = ("slots", "paged", "heads", "paged-heads")
+DEEPSEEK = {"lora_dim": 512, "rope_dim": 64}
+
+CACHE = TensorArg(
+    "slots row_dim | pages page_size row_dim | pages page_size one row_dim", FLOATS + FP8, stride="inner", mutated=True
+)  # fmt: skip
+STATIC = frozenset({"lora_dim", "rope_dim", "row_dim", "page_size"})
+FP8_SAMPLES = tuple(
+    Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
+    for c in ("e4m3", "e5m2")
+    for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
+) + tuple(
+    Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
+    for c in ("e4m3", "e5m2")
+)  # fmt: skip
+
+SPEC = OpSpec(
+    mla_kv_write,
+    static=STATIC,
+    args={
+        "kv_lora": TensorArg("n lora_dim | n one lora_dim", FLOATS, stride="inner"),
+        "k_rope": TensorArg("n rope_dim | n one rope_dim", "kv_lora", stride="inner"),
+        "kv_cache": CACHE,
+        "slots": TensorArg("n", INDEX),
+        "kv_scale": ScaleArg(),
+    },
+    oracle=_oracle,
+    make=_make,
+    check=_check,
+    check_values=_check_values,
+    samples=(
+        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
+        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "n": 3, "cache": form}) for form in _FORMS),
+        Sample("i32", {"slot": "i32", "n": 9}),
+        Sample("one", {"n": 1}),
+        Sample("empty", {"n": 0}, control="one"),
+        Sample("all-skipped", {"n": 9, "values": "none"}, control="one"),
+        Sample("no-slots", {"slots": 0, "values": "none"}, control="one"),
+        Sample("past-one-block", {"n": 700, "slots": 1024, "lora_dim": 64}),
+        *(Sample(f"paged-{p}", {"cache": "paged", "page_size": p, "n": 20}) for p in (1, 3, 16)),
+        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in _FORMS),
+        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in _DTYPES),
+        Sample("rows-with-a-head", {"rows": "heads", "cache": "heads"}),
+        Sample("odd-dims", {"lora_dim": 96, "rope_dim": 32}),
+        Sample("skip", {"n": 21, "values": "skip"}),
+        Sample("edge", {"n": 25, "values": "edge"}),
+        Sample("extreme", {"n": 31, "values": "extreme", "cache": "paged"}),
+        Sample("extreme-i32", {"n": 31, "values": "extreme", "slot": "i32"}),
+        Sample("equal-slots", {"n": 6, "values": "equal"}),
+        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
+        Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
+        *FP8_SAMPLES,
+        Sample(
+            "e4m3-deepseek", {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
+            "feature:fp8_e4m3",
+        ),
+    ),
+    errors=(
+        ErrorSample("lora-fp64", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 128, dtype=torch.float64))),
+        ErrorSample("lora-two-heads", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 2, 128, dtype=_BF16))),
+        ErrorSample("lora-strided", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 256, dtype=_BF16)[:, ::2])),
+        ErrorSample("rope-none", "k_rope", lambda: _small(k_rope=None)),
+        ErrorSample("rope-other-dtype", "k_rope", lambda: _small(k_rope=torch.zeros(3, 64))),
+        ErrorSample("rope-fewer-tokens", "k_rope", lambda: _small(k_rope=torch.zeros(2, 64, dtype=_BF16))),
+        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 192))),
+        ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
+        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 128, dtype=_BF16))),
+        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=torch.zeros(2, 16, 2, 192, dtype=_BF16))),
+        ErrorSample(
+            "cache-expanded", "kv_cache", lambda: _small(kv_cache=torch.zeros(1, 192, dtype=_BF16).expand(32, 192))
+        ),
+        ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
+        ErrorSample("slots-float", "slots", lambda: _small(slots=torch.zeros(3))),
+        ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
+        ErrorSample("scale-of-two", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": torch.ones(2)}),
+        ErrorSample("scale-zero", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": 0.0}),
+    ),
+    ragged={
+        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": _DTYPES, "slot": ("i32", "i64"),
+        "cache": _FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
+        "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
+    },
+)  # fmt: skip

@@ -1,0 +1,227 @@
+"""qk_norm_rope_kv_write: normalises q and k per head, rotates them in place and writes k and v into the KV cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal._errors import ArgumentError
+from hal.ops._judge import Candidate, Want, norm_rope_slack
+from hal.ops._make import FLOAT_DTYPES, generator
+from hal.ops._spec import FLOATS, SHORT, ErrorSample, OpSpec, Sample, TensorArg, ValueArg, describe
+from hal.ops._torch import in_range, store_rows
+from hal.ops.rope_kv_write import SPEC as ROPE
+from hal.ops.rope_kv_write import _rotate, _scaled, _terms, caches_wanted, check_call, check_values
+
+
+def qk_norm_rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    write_k: bool = True,
+) -> None:
+    """RMSNorm of each head of q and k, rotation by position, and the write of k and v, in one kernel.
+
+    A head x becomes ``y = x / sqrt(mean(x²) + eps) * weight``; then each pair of the first `rotary_dim` elements of y
+    is rotated as in `rope_kv_write`, and the rest of y stays. All in fp32, rounded once. Then ``k_cache[slot] = k``
+    and ``v_cache[slot] = v``.
+
+    Args:
+        q: ``[n, q_heads, head_dim]`` fp16, bf16 or fp32; head and token strides are free, the last dim is
+            contiguous (a view of a fused qkv works). Normalised and rotated in place.
+        k: ``[n, kv_heads, head_dim]``, like q. Changed in place unless ``write_k=False``.
+        v: ``[n, kv_heads, v_head_dim]``, like q. Not changed. None where there are no caches.
+        q_weight: ``[head_dim]``, the norm's weight for all heads of q, fp32 or q's dtype.
+        k_weight: ``[head_dim]``, that of k; q_weight's dtype.
+        cos_sin_cache: ``[max_positions, rotary_dim]``, cos then sin, fp32 or q's dtype (read as fp32).
+            rotary_dim is even, at least 2 and at most head_dim.
+        positions: ``[n]`` int32 or int64. Out of range: the token stays as it is and is not written.
+        k_cache: ``[slots, kv_heads, head_dim]`` or ``[pages, page_size, kv_heads, head_dim]``, any strides but
+            the last dim's. Of k's dtype it gets exactly the new k; of an fp8 dtype it gets ``k / k_scale``
+            from the unrounded fp32 value, saturating (+-Inf to the largest, NaN stays NaN).
+            None, with v_cache and slots: norm and rope alone.
+        v_cache: like k_cache, with v_head_dim.
+        slots: ``[n]`` int32 or int64. -1 or out of range: q and k are changed, nothing is written. Equal slots
+            in one call: each element is one of the candidates'.
+        eps: a finite float above 0, read as fp32.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of NeoX's (0, rotary_dim/2), (1, rotary_dim/2 + 1), ...
+        k_scale: for an fp8 cache: a float or a one-element float32 tensor; None is 1.
+        v_scale: likewise.
+        write_k: False (needs caches) leaves k itself as it was, for engines that read it from the cache.
+
+    Raises:
+        ArgumentError: an argument breaks this contract; nothing is written.
+
+    Example:
+        >>> import torch, hal
+        >>> q, k, v = torch.randn(2, 8, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
+        >>> angle = torch.outer(torch.arange(16.0), 10000 ** (-torch.arange(0, 64, 2) / 64))
+        >>> cos_sin, one = torch.cat([angle.cos(), angle.sin()], dim=-1), torch.ones(64)
+        >>> k_cache, v_cache, slots = torch.zeros(32, 2, 64), torch.zeros(32, 2, 64), torch.tensor([5, 9])
+        >>> hal.qk_norm_rope_kv_write(q, k, v, one, one, cos_sin, torch.tensor([0, 1]), k_cache, v_cache, slots)
+        >>> torch.equal(k_cache[slots], k), torch.allclose(q.square().mean(-1), torch.ones(2, 8))
+        (True, True)
+
+    Source: Zhang and Sennrich, RMSNorm (arXiv:1910.07467), per head as in Qwen3 (arXiv:2505.09388); RoFormer
+    (arXiv:2104.09864).
+    """
+    max_positions, rotary = cos_sin_cache.shape
+    if q.shape[0] == 0 or max_positions == 0:
+        return
+    valid = in_range(positions, max_positions)
+    cos, sin = cos_sin_cache[torch.where(valid, positions, 0)].float().unsqueeze(1).chunk(2, dim=-1)
+    new = {}
+    for name, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        y = _normed(x.float(), weight.float(), eps)
+        new[name] = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
+    where = valid.view(-1, 1, 1)
+    if k_cache is not None and v_cache is not None and slots is not None and v is not None:
+        rows_k, rows_v = new["k"].to(k.dtype), v
+        if k_cache.dtype != k.dtype:
+            rows_k = _scaled(new["k"], k_scale, k_cache.dtype)
+        if v_cache.dtype != v.dtype:
+            rows_v = _scaled(v.float(), v_scale, v_cache.dtype)
+        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+        written = valid & in_range(slots, size)
+        store_rows(k_cache, slots, written, rows_k)
+        store_rows(v_cache, slots, written, rows_v)
+    q.copy_(torch.where(where, new["q"].to(q.dtype), q))
+    if write_k:
+        k.copy_(torch.where(where, new["k"].to(k.dtype), k))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim, in x's dtype."""
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    weight, q = a["q_weight"], a["q"]
+    if weight.dtype not in (torch.float32, q.dtype):
+        raise ArgumentError(
+            "qk_norm_rope_kv_write", "q_weight", f"fp32 or {SHORT[q.dtype]}, q's dtype", describe(weight)
+        )
+    check_call("qk_norm_rope_kv_write", a, dims)
+
+
+def _check_sizes(*values: Any) -> None:
+    """eps is no size, but like one it may change from call to call."""
+    eps = values[_EPS]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", repr(eps))
+
+
+def _check_values(a: Mapping[str, Any]) -> None:
+    check_values("qk_norm_rope_kv_write", a)
+
+
+# --- the truth --------------------------------------------------------------------------------------
+
+
+def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
+    max_positions, rotary = cos_sin.shape
+    valid = in_range(a["positions"], max_positions)
+    table = cos_sin.double() if max_positions else torch.zeros(1, rotary, dtype=torch.float64)
+    cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
+    eps, step = float(torch.tensor(a["eps"], dtype=torch.float32)), norm_rope_slack(a["q"].shape[-1])
+    want: dict[str, Want] = {}
+    truth: dict[str, tuple[Tensor, Tensor]] = {}
+    for x in ("q", "k"):
+        y = _normed(a[x].double(), a[f"{x}_weight"].double(), eps)
+        value = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
+        terms = torch.cat([_terms(y, cos, sin, interleaved), y[..., rotary:].abs()], dim=-1)
+        truth[x] = value, terms
+        named = torch.zeros(value.shape, dtype=torch.bool)
+        if x == "q" or a["write_k"]:
+            named[:] = valid.view(-1, 1, 1)
+        want[x] = Want(named, (Candidate(value, terms * step),))
+    return want | caches_wanted(a, valid, *truth["k"], step)
+
+
+# --- samples ----------------------------------------------------------------------------------------
+
+
+def _make(
+    seed: int = 0, n: int = 5, weight: str | None = None, eps: float = 1e-6, **params: Any
+) -> dict[str, Any]:
+    """Those of `rope_kv_write`; `weight` is the dtype of the weights, None: q's."""
+    a = ROPE.make(seed=seed, n=n, **params)
+    g, d = generator(seed + 1), a["q"].shape[-1]
+    kind = FLOAT_DTYPES[weight] if weight else a["q"].dtype
+    a |= {f"{x}_weight": (1 + torch.randn(d, generator=g) / 4).to(kind) for x in ("q", "k")}
+    return {name: a[name] if name != "eps" else eps for name in SPEC.args}
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**_make(n=3, slots=32), **change}
+
+
+_BF16 = torch.bfloat16
+_DTYPES = ("fp16", "bf16", "fp32")
+_SKIP = ("smollm2", "llama3-8b")
+"""Shapes that have no norm of q and k; Qwen3's are among those that are left."""
+
+SPEC = OpSpec(
+    qk_norm_rope_kv_write,
+    static=ROPE.static,
+    args={
+        **{name: ROPE.args[name] for name in ("q", "k", "v")},
+        "q_weight": TensorArg("head_dim", FLOATS),
+        "k_weight": TensorArg("head_dim", "q_weight"),
+        **{n: ROPE.args[n] for n in ("cos_sin_cache", "positions", "k_cache", "v_cache", "slots")},
+        "eps": ValueArg(),
+        **{name: ROPE.args[name] for name in ("interleaved", "k_scale", "v_scale", "write_k")},
+    },
+    oracle=_oracle,
+    make=_make,
+    check=_check,
+    check_sizes=_check_sizes,
+    check_values=_check_values,
+    samples=(
+        *(s for s in ROPE.samples if not s.name.startswith(_SKIP)),
+        Sample("qwen3-0.6b", {"q_heads": 16, "kv_heads": 8, "head_dim": 128, "n": 3, "cache": "paged"}),
+        *(Sample(f"weight-fp32-{d}", {"dtype": d, "weight": "fp32"}) for d in ("fp16", "bf16")),
+        Sample("eps-large", {"eps": 0.5, "dtype": "fp32"}),
+        Sample("eps-1", {"eps": 1, "n": 3}),
+    ),
+    errors=(
+        *(
+            ErrorSample(e.name, e.argument, lambda e=e: {**_small(), **e.make()})  # type: ignore[misc]
+            for e in ROPE.errors
+        ),
+        ErrorSample("weight-fp64", "q_weight", lambda: _small(q_weight=torch.ones(64, dtype=torch.float64))),
+        ErrorSample(
+            "weight-other-float", "q_weight",
+            lambda: _small(q_weight=torch.ones(64).half(), k_weight=torch.ones(64).half()),
+        ),
+        ErrorSample("weight-none", "k_weight", lambda: _small(k_weight=None)),
+        ErrorSample("weight-too-long", "q_weight", lambda: _small(q_weight=torch.ones(128, dtype=_BF16))),
+        ErrorSample("k-weight-other-dtype", "k_weight", lambda: _small(k_weight=torch.ones(64))),
+        ErrorSample("weight-a-head-each", "k_weight", lambda: _small(k_weight=torch.ones(2, 64, dtype=_BF16))),
+        ErrorSample("eps-zero", "eps", lambda: _small(eps=0.0)),
+        ErrorSample("eps-nan", "eps", lambda: _small(eps=math.nan)),
+        ErrorSample("eps-none", "eps", lambda: _small(eps=None)),
+    ),
+    ragged={**ROPE.ragged, "eps": [1e-6, 1e-5, 0.1]},
+)  # fmt: skip
+_EPS = list(SPEC.args).index("eps")
