@@ -22,8 +22,12 @@ if TYPE_CHECKING:
         decode_attention,
         extend_attention,
         get_last_loc,
+        kv_move,
         kv_transfer,
         kv_write,
+        mla_kv_write,
+        mla_rope_kv_write,
+        qk_norm_rope_kv_write,
         rope_kv_write,
         write_req_to_token,
     )
@@ -36,8 +40,9 @@ __all__ = [
     "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError", "SelectionError",
     "SlotAllocator", "__version__", "alloc_decode", "alloc_extend", "assign_extend_cache_locs", "bind",
     "build_kv_indices", "build_page_table", "compute_positions", "configure", "decode_attention", "explain",
-    "extend_attention", "get_last_loc", "info", "kv_transfer", "kv_write", "num_new_pages", "register", "reload",
-    "rope_kv_write", "unregister", "use", "warmup", "write_req_to_token",
+    "extend_attention", "get_last_loc", "info", "kv_move", "kv_transfer", "kv_write", "mla_kv_write",
+    "mla_rope_kv_write", "num_new_pages", "qk_norm_rope_kv_write", "register", "reload", "rope_kv_write", "unregister",
+    "use", "warmup", "write_req_to_token",
 ]  # fmt: skip
 
 _LAZY = {

@@ -18,11 +18,14 @@ def hal_backend() -> Backend:
             op: Impl(
                 f"hal.backends.cpu.{op}:{op}", f"hal.backends.cpu.{op}:supports", deterministic=op in _EXACT
             )
-            for op in (*_EXACT, "rope_kv_write", "kv_transfer", "kv_write")
+            for op in (
+                *_EXACT, "rope_kv_write", "kv_transfer", "kv_write", "mla_kv_write", "mla_rope_kv_write",
+                "qk_norm_rope_kv_write", "kv_move",
+            )
         },
         requires=("numba>=0.61",),
         extra="cpu",
         probe="hal.backends.cpu.warmup:probe",
         limits={"device": "tensors are in host memory"},
         warmup="hal.backends.cpu.warmup:warmup",
-    )
+    )  # fmt: skip

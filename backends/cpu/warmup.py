@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 OPS = (
     "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token",
     "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
+    "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move",
 )  # fmt: skip
 
 
@@ -30,13 +31,14 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
     from hal.backends.cpu._bits import HALF
 
     kernel = import_module(f"hal.backends.cpu.{op}").kernel
-    index = ("i64", "i32")
+    index, floats = ("i64", "i32"), ("bf16", HALF, "fp32")
+    each: list[tuple[str, ...]] = [(x,) for x in floats]
     found: dict[str, list[tuple[str, ...]]] = {
         "get_last_loc": list(product(index, repeat=2)),
         "assign_extend_cache_locs": list(product(index, repeat=4)),
-        "rope_kv_write": [("bf16",), (HALF,), ("fp32",)],
-        "kv_write": [("bf16",), (HALF,), ("fp32",)],
-    }
+        "rope_kv_write": each, "kv_write": each, "mla_kv_write": each, "mla_rope_kv_write": each,
+        "qk_norm_rope_kv_write": [(x, w) for x in floats for w in dict.fromkeys((x, "fp32"))],
+    }  # fmt: skip
     return kernel, found.get(op, [()])
 
 
