@@ -26,6 +26,10 @@ def hal_backend() -> Backend:
                 ("alloc_extend", True),
                 ("alloc_decode", True),
                 ("kv_write", False),
+                ("mla_kv_write", False),
+                ("mla_rope_kv_write", False),
+                ("qk_norm_rope_kv_write", False),
+                ("kv_move", False),
             )
         },
         requires=("triton>=3.6,<3.7",),

@@ -2,6 +2,7 @@
 """kv_write: k and v to their cache slots, in one kernel.
 
 A program has ROWS rows of a head each, of k and of v. A slot is compared in int64 before an address is made of it.
+K_AT is where a row of k begins in its cache: behind the latent part where MLA keeps both in one.
 """
 
 from typing import Any
@@ -31,8 +32,8 @@ def kv_write_kernel(
     k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
     kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
     vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, num_slots: tl.int64, n: tl.int64,
-    HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
-    K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr, K_AT: tl.constexpr,
+    UNIT: tl.constexpr, K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -51,7 +52,7 @@ def kv_write_kernel(
     x = tl.load(k + token * k_token + head * k_head + i, written & (i < DIM), other=0.0)
     j = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
     y = tl.load(v + token * v_token + head * v_head + j, written & (j < V_DIM), other=0.0)
-    to_k = k_cache + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
+    to_k = k_cache + K_AT + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
     to_v = v_cache + slot // PAGE * vc_page + slot % PAGE * vc_token + head * vc_head + j
     _store(to_k, x, written & (i < DIM), k_scale, K_KIND, K_FP8)
     _store(to_v, y, written & (j < V_DIM), v_scale, V_KIND, V_FP8)
@@ -68,7 +69,7 @@ def _plan(
     unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
     on = pdl(k.get_device())
     start = kv_write_kernel.bind(
-        HEADS=k.shape[1], DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, UNIT=unit,
+        HEADS=k.shape[1], DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, K_AT=0, UNIT=unit,
         K_FP8=k_cache.dtype in _FP8, V_FP8=v_cache.dtype in _FP8, K_KIND=_kind(k_scale), V_KIND=_kind(v_scale),
         ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
     )  # fmt: skip
@@ -100,10 +101,15 @@ def kv_write(
     )  # fmt: skip
 
 
-def supports(sig: Any) -> str | None:
-    """Everything, but fp8 caches on devices that can't convert to fp8."""
-    if sig.device == "cuda" and any(sig[c].dtype in _FP8 for c in ("k_cache", "v_cache")):
+def no_fp8(sig: Any, *caches: str) -> str | None:
+    """What a device says that can't convert to fp8, where one of `caches` is fp8."""
+    if sig.device == "cuda" and any(sig[c] is not None and sig[c].dtype in _FP8 for c in caches):
         major, minor = get_device_capability()
         if (major, minor) < (8, 9):
             return f"fp8: no conversion to fp8 on compute capability {major}.{minor}; 8.9 has it"
     return None
+
+
+def supports(sig: Any) -> str | None:
+    """Everything, but fp8 caches on devices that can't convert to fp8."""
+    return no_fp8(sig, "k_cache", "v_cache")

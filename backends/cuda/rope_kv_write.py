@@ -106,7 +106,7 @@ def rope_kv_write_kernel(
     vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64,
     max_positions: tl.int64, num_slots: tl.int64, n: tl.int32,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    ROTARY: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE: tl.constexpr,
+    ROTARY: tl.constexpr, PAGE: tl.constexpr, K_AT: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE: tl.constexpr,
     WRITE_K: tl.constexpr, K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     UNIT: tl.constexpr,
     Q_TOKENS: tl.constexpr, Q_TILE: tl.constexpr, KV_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, PDL: tl.constexpr,
@@ -187,7 +187,7 @@ def rope_kv_write_kernel(
                 written = known & (slot >= 0) & (slot < num_slots)
                 slot = tl.where(written, slot, 0)
                 written = written & there
-                to_k = k_cache + (slot // PAGE) * kc_page + (slot % PAGE) * kc_token + head * kc_head
+                to_k = k_cache + K_AT + (slot // PAGE) * kc_page + (slot % PAGE) * kc_token + head * kc_head
                 to_v = v_cache + (slot // PAGE) * vc_page + (slot % PAGE) * vc_token + head * vc_head
                 _store_pairs(to_k, a, b, written, k_scale, HALF, HALF_PAD, INTERLEAVED, K_KIND, K_FP8)
                 _store(to_v + j, loaded[i][4], written & (j < V_HEAD_DIM), v_scale, V_KIND, V_FP8)
@@ -225,22 +225,31 @@ def _plan(
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
     unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
     on = pdl(q.get_device())
-    q_heads, kv_heads = q.shape[1], k.shape[1]
+    q_heads = q.shape[1]
     fp8 = [cache is not None and cache.dtype in _FP8 for cache in (k_cache, v_cache)]
+    sizes = tiled(
+        q_heads, k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
+        PAGE=page, K_AT=0, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
+        K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit, PDL=on, launch_pdl=on,
+    )  # fmt: skip
+    return _Plan(tuple(s // unit for s in strides), sizes)
+
+
+def tiled(
+    q_heads: int, kv_heads: int, tiles: tuple[Tile, ...] | None = None, **static: Any
+) -> list[tuple[int, launch.Launch, int, int, int, int]]:
+    """For each range of tokens: up to how many, the launch, and of k and v, then q, tokens and parts a program."""
     sizes = []
-    for most, q_rows, kv_rows, warps in next(tiles for heads, tiles in TILES if q_heads <= heads):
+    for most, q_rows, kv_rows, warps in tiles or next(found for heads, found in TILES if q_heads <= heads):
         q_tile = min(q_rows, triton.next_power_of_2(q_heads))
         kv_tile = min(kv_rows, triton.next_power_of_2(kv_heads))
         q_tokens, kv_tokens = q_rows // q_tile, kv_rows // kv_tile
         bound = rope_kv_write_kernel.bind(
-            Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
-            PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
-            K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit,
-            Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens, KV_TILE=kv_tile,
-            PDL=on, num_warps=warps, launch_pdl=on,
+            Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens,
+            KV_TILE=kv_tile, num_warps=warps, **static,
         )  # fmt: skip
         sizes.append((most, bound, kv_tokens, -(-kv_heads // kv_tile), q_tokens, -(-q_heads // q_tile)))
-    return _Plan(tuple(s // unit for s in strides), sizes)
+    return sizes
 
 
 def _paging(k_cache: Tensor, v_cache: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
