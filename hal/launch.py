@@ -150,7 +150,8 @@ class Launch:
         self.start(grid, *args)
 
     def _interpret(self, grid: Grid, *args: Any) -> None:
-        self.kernel.jit[grid](*args, **self.constexprs)
+        with _interpreting:
+            self.kernel.jit[grid](*args, **self.constexprs)
 
     def _lower(self, grid: Grid, *args: Any) -> None:
         lowered = importlib.import_module("hal.lowered")
@@ -422,6 +423,9 @@ def _changed(used: list[Any]) -> bool:
         space.get(name, _kernels) is not value and space.get(name) != value for name, value, space in used
     )
 
+
+_interpreting = threading.RLock()
+"""Triton's interpreter keeps the program's place in the grid, and its patches of the language, in globals."""
 
 _kernels: list[Kernel] = []
 _forgetful: list[Any] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,3 +98,17 @@ def test_ragged(op: str) -> None:
         judge(op, lambda a: run(op, a), lambda: s.make(**params))
 
     check()
+
+
+def test_threads() -> None:
+    """Triton's interpreter has globals: launches from several threads must not meet in them."""
+    calls = [lambda i=i: judge("kv_write", lambda a: run("kv_write", a), lambda: spec("kv_write").make(seed=i, n=9))
+             for i in range(12)]  # fmt: skip
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(call) for call in calls]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
