@@ -85,7 +85,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     interleaved, write_k,
 ):  # fmt: skip
     half = rotary // 2
-    scratch = np.empty(rotary + 4 * dim, np.float32)
+    scratch = np.empty(rotary + 4 * dim + 1, np.float32)
     row = view(scratch.ctypes.data, "fp32")
     wide, turned = shift(row, rotary), shift(row, rotary + dim)
     q_w, k_w = shift(row, rotary + 2 * dim), shift(row, rotary + 3 * dim)
@@ -106,7 +106,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             for h in range(q_heads):
                 x = shift(q, t * q_token + h * q_head)
                 _normed(x, q_w, wide, dim, eps)
-                _rotate(wide, x, cos, sin, half, interleaved)
+                _rotate(wide, x, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(x, rotary), dim - rotary)
             slot = -1
             if num_slots:
@@ -120,7 +120,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             for h in range(kv_heads):
                 x = shift(kt, h * k_head)
                 _normed(x, k_w, wide, dim, eps)
-                _rotate(wide, turned, cos, sin, half, interleaved)
+                _rotate(wide, turned, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(turned, rotary), dim - rotary)
                 if write_k:
                     _widen(turned, x, dim)
@@ -139,6 +139,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 for h in range(kv_heads):
                     _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
         begin = take(counter, grain) if grain else n
+    scratch[0] = 0.0  # its last use: numba frees an array right after that, whoever still holds its address
 
 
 kernel = Kernel(
