@@ -123,6 +123,17 @@ def test_pools_are_placed_half_by_half() -> None:
     assert placed.values["dst"].layout == "layer_first"
 
 
+def test_a_tensor_that_is_a_part_of_another_stays_one() -> None:
+    k = torch.randn(4, 2, 6)
+    arguments = {"k": k, "v": k[..., :4], "w": k[..., 2:], "x": k.clone()}
+    placed = place(arguments, on_device(CPU), shift=1)
+    assert placed.values["v"].data_ptr() == placed.values["k"].data_ptr()
+    assert all(torch.equal(placed.values[name], t) for name, t in arguments.items())
+    assert list(placed.blocks) == ["k", "w", "x"]
+    apart = place(arguments, on_device(CPU), apart=frozenset({"v"}))
+    assert apart.values["v"].data_ptr() != apart.values["k"].data_ptr()
+
+
 def test_pure_outputs_are_found_by_changing_them() -> None:
     assert pure_outputs(spec("assign_extend_cache_locs")) == {"out"}
     assert pure_outputs(spec("rope_kv_write")) == {"k_cache", "v_cache"}

@@ -200,6 +200,7 @@ def place(
     outputs: frozenset[str] = frozenset(),
     shift: int = 0,
     host: Mapping[str, Allocator] | None = None,
+    apart: frozenset[str] = frozenset(),
 ) -> Placed:
     """`arguments` of a sample, rebuilt in memory of ours, with a snapshot taken.
 
@@ -208,13 +209,18 @@ def place(
         outputs: arguments whose elements hold the poison too (``dst`` stands for a whole pool).
         shift: elements by which each tensor starts off its place.
         host: argument -> another allocator, for what stays on the host.
+        apart: arguments that get memory of their own even where they are a part of another one's, as MLA's v is of k.
     """
     values: dict[str, Any] = {}
     blocks: dict[str, list[Block]] = {}
+    wholes: list[tuple[Tensor, Tensor]] = []
     for name, value in arguments.items():
         use = (host or {}).get(name, allocate)
 
         def build(label: str, t: Tensor, use: Allocator = use, name: str = name) -> Tensor:
+            for whole, there in wholes if name not in apart else ():
+                if _begins(t, whole):
+                    return there[..., : t.shape[-1]]
             # An expanded tensor (a bad argument) is one element there as here.
             thin = t
             for dim, (n, st) in enumerate(zip(t.shape, t.stride(), strict=True)):
@@ -222,6 +228,8 @@ def place(
                     thin = thin.narrow(dim, 0, 1)
             block = _block(label, thin, use, poison, shift, name in outputs)
             blocks.setdefault(name, []).append(block)
+            if thin is t:
+                wholes.append((t, block.view))
             return block.view.expand(t.shape)
 
         if isinstance(value, Tensor):
@@ -231,6 +239,17 @@ def place(
         else:
             values[name] = value
     return Placed(values, blocks).snapshot()
+
+
+def _begins(t: Tensor, whole: Tensor) -> bool:
+    """Whether each row of `t` is the beginning of that row of `whole`, in the same memory."""
+    if not t.numel() or (t.data_ptr(), t.dtype, t.stride()) != (
+        whole.data_ptr(),
+        whole.dtype,
+        whole.stride(),
+    ):
+        return False
+    return t.shape[:-1] == whole.shape[:-1] and t.shape[-1] <= whole.shape[-1]
 
 
 def _pool(name: str, pool: KVPool, build: Callable[[str, Tensor], Tensor]) -> KVPool:

@@ -91,6 +91,10 @@ class Run:
     def outputs(self) -> frozenset[str]:
         return pure_outputs(self.spec)
 
+    @cached_property
+    def written(self) -> frozenset[str]:
+        return frozenset(self.spec.mutated)
+
     @property
     def slow(self) -> bool:
         """A lane that stands in for a device: a call takes a thousand times as long, so repetitions are fewer."""
@@ -124,8 +128,9 @@ class Run:
             if rest.endswith("cpu-slots") or arguments.get("method") == "direct" or where == "host-to-host":
                 host |= {"src_slots": plain, "dst_slots": plain}
         return place(
-            arguments, on_device(self.device), poison=poison, outputs=self.outputs, shift=shift, host=host
-        )
+            arguments, on_device(self.device), poison=poison, outputs=self.outputs, shift=shift, host=host,
+            apart=self.written,
+        )  # fmt: skip
 
     # --- calls ---
 
@@ -193,7 +198,7 @@ class Run:
             if allocate is None:
                 placed = self.place(arguments, poison, shift, where)
             else:
-                placed = place(arguments, allocate, poison=poison, outputs=self.outputs)
+                placed = place(arguments, allocate, poison=poison, outputs=self.outputs, apart=self.written)
             why = self.why_not(placed)
             if why is not None:
                 raise Refused(why)

@@ -240,6 +240,8 @@ SPEC = OpSpec(
         *(Sample(f"logit-cap-{d}", {"logit_cap": 5.0, "loud": 6.0, "dtype": d}) for d in _DTYPES),
         Sample("logit-cap-quiet", {"logit_cap": 50.0, "loud": 1e-3, "dtype": "fp32"}),
         *(Sample(f"sharp-{d}", {"loud": 30.0, "dtype": d}) for d in _DTYPES),
+        # Logits whose exponential no fp32 holds.
+        *(Sample(f"beyond-exp-{d}", {"loud": 90.0, "dtype": d}) for d in _DTYPES),
         Sample("flat", {"loud": 0.0}),
         Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
         Sample("skip", {"values": "skip", **_ODD}),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def faults() -> list[Fault]:
     """Every fault, by op."""
-    from sabotage import _bookkeeping, _kv, _paging, _pdl, _rope, _transfer  # noqa: F401
+    from sabotage import _attention, _bookkeeping, _kv, _paging, _pdl, _rope, _transfer  # noqa: F401
     from sabotage._healthy import FAULTS
 
     return FAULTS

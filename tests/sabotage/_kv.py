@@ -21,10 +21,10 @@ def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..
 
     def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         def make(good: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> None:
+            def run(*args: Any, **kwargs: Any) -> Any:
                 a = spec(op).bind(*args, **kwargs)
                 change(a)
-                good(**a)
+                return good(**a)
 
             return run
 
