@@ -181,6 +181,12 @@ def demo(
         bool, typer.Option(help="A Llama of the same shape with random weights.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
+    bench: Annotated[
+        bool,
+        typer.Option(
+            "--bench", help="Instead: tokens a second beside transformers' generate, one prompt and eight."
+        ),
+    ] = False,
 ) -> None:
     """Serves a real language model through hal's ops: several prompts at once, streamed.
 
@@ -190,7 +196,7 @@ def demo(
         _call(
             "hal.demo.cli", "main", "hal demo", "demo",
             prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights,
-            check=check,
+            check=check, bench=bench,
         )
     )  # fmt: skip
 

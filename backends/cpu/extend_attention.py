@@ -1,6 +1,7 @@
-"""extend_attention on the CPU: a request at a time, its rows gathered once, then torch's fused attention over them.
+"""extend_attention on the CPU: requests with few new tokens in one pass over the cache (`_online`), others one by one.
 
-A request without a prefix needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
+Of each of those the rows are gathered once, then torch's fused attention goes over them. A request without a prefix
+needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _attention
+from hal.backends.cpu import _attention, _online
 from hal.backends.cpu._call import need_cpu, rejected
+
+kernel = _online.kernel
 
 
 def extend_attention(
@@ -37,17 +40,29 @@ def extend_attention(
     v_dim, nnz = v_cache.shape[-1], kv_indices.shape[0]
     if out is None:
         out = torch.empty(n, heads, v_dim, dtype=q.dtype)
+    done = -1  # requests up to this size are
+    if _online.fits(q, k_cache, v_cache, logit_cap):
+        _online.attend(
+            q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, causal
+        )
+        done = _online.MOST[q.dtype]
     size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
     dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
     qo = [min(max(p, 0), n) for p in qo_indptr.tolist()]
     kv = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
+    spans = [
+        (begin, stop, first, max(last - first, 0))
+        for (begin, stop), (first, last) in zip(pairwise(qo), pairwise(kv), strict=True)
+        if stop > begin
+    ]
+    if done >= 0:
+        spans = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > done]
+    if not spans:
+        return out
     slots = kv_indices.to(torch.int64)
     valid = (slots >= 0) & (slots < size)
-    for (begin, stop), (first, last) in zip(pairwise(qo), pairwise(kv), strict=True):
-        if stop <= begin:
-            continue
-        length = max(last - first, 0)
+    for begin, stop, first, length in spans:
         before = length - (stop - begin)
         positions = valid[first : first + length].nonzero().view(-1)
         mine = slots[first : first + length][positions]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 OPS = (
     "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token",
     "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode", "kv_write",
-    "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move",
+    "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move", "decode_attention", "extend_attention",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
         "assign_extend_cache_locs": list(product(index, repeat=4)),
         "rope_kv_write": each, "kv_write": each, "mla_kv_write": each, "mla_rope_kv_write": each,
         "qk_norm_rope_kv_write": [(x, w) for x in floats for w in dict.fromkeys((x, "fp32"))],
+        "decode_attention": each, "extend_attention": each,
     }  # fmt: skip
     return kernel, found.get(op, [()])
 

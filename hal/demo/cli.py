@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
+import hal
 from hal._errors import ArgumentError
+from hal.demo import bench as benching
 from hal.demo.check import compare
-from hal.demo.engine import Engine, Request
+from hal.demo.engine import OPS, Engine, Request
+from hal.demo.graphs import record_cuda
 from hal.demo.meter import Meter
 from hal.demo.model import Llama
-from hal.demo.screen import Answer, Screen, progress
+from hal.demo.screen import Answer, Screen, benched, progress
 from hal.demo.weights import STAGES, WeightsMissing, load
+from hal.registry import _config, _select, table
+from hal.registry._table import live
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -25,6 +31,13 @@ PROMPTS = (
     "What is the capital of France?",
 )
 """The last arrives late and is urgent: one of the others must make room."""
+MORE_PROMPTS = (
+    "How do bees make honey?",
+    "Explain in two sentences what a prime number is, and name the first five of them.",
+    "What should I pack for a week in the mountains in autumn?",
+    "Tell me a short story about a lighthouse keeper who finds a letter in a bottle.",
+)
+"""With the others, the eight of `--bench`."""
 PAGE_SIZE = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,6 +50,7 @@ def main(
     device: str = "cpu",
     random_weights: bool = False,
     check: bool = True,
+    bench: bool = False,
 ) -> int:
     """Serves the prompts at once: all but the last from the start, the last in the middle, before the others.
 
@@ -47,6 +61,7 @@ def main(
         device: cpu, or an accelerator that torch sees.
         random_weights: a Llama of the same shape with random weights.
         check: compare with transformers' greedy generate; in float32, fail where a token differs.
+        bench: instead, measure tokens a second beside transformers' generate: one prompt, and all of them.
 
     Returns:
         An exit code: 0, 1 where a token differs in float32, 3 where there are no weights to run.
@@ -78,7 +93,7 @@ def main(
             return 3
         took = time.perf_counter() - begin
 
-    asked = list(prompts or PROMPTS)
+    asked = list(prompts or PROMPTS + MORE_PROMPTS * bench)
     meter = Meter(where)
     model = Llama(loaded.model.config, loaded.model.state_dict(), meter)
     chosen = os.environ.get("HAL_BACKEND") or "auto"
@@ -93,12 +108,15 @@ def main(
         if len(tokens) + max_tokens > model.max_positions:
             most = f"at most {model.max_positions} tokens with --max-tokens {max_tokens}"
             raise _bad("--prompt", most, f"{len(tokens) + max_tokens}: {prompt[:40]!r}...")
-    engine = _engine(model, encoded, max_tokens)
-    answers = [Answer(i + 1, p) for i, p in enumerate(asked)]
-    screen = Screen(console, answers, loaded.decode)
-    begin = time.perf_counter()
-    screen.serve(engine, Arrivals(engine, answers, encoded, max_tokens))
-    took = time.perf_counter() - begin
+    with _reference_for_what_lacks(console):
+        if bench:
+            return _bench(console, model, loaded.model, encoded, max_tokens, exact=dtype == "float32")
+        engine = _engine(model, encoded, max_tokens)
+        answers = [Answer(i + 1, p) for i, p in enumerate(asked)]
+        screen = Screen(console, answers, loaded.decode)
+        begin = time.perf_counter()
+        screen.serve(engine, Arrivals(engine, answers, encoded, max_tokens))
+        took = time.perf_counter() - begin
     requests = [a.request for a in answers if a.request is not None]
 
     failed = False
@@ -112,7 +130,57 @@ def main(
         f"{ops:.2f} s of it in hal's ops",
         highlight=False,
     )
+    if engine.graphs is not None:
+        console.print(
+            f"{engine.graphs.replayed} of the steps were replays of captured graphs", highlight=False
+        )
+        if engine.graphs.why_not:
+            console.print(f"[yellow]no graphs:[/] {escape(engine.graphs.why_not)}", highlight=False)
     return 1 if failed else 0
+
+
+@contextmanager
+def _reference_for_what_lacks(console: Console) -> Iterator[None]:
+    """Where the user names a backend that lacks some of the engine's ops, names reference for those, and says so."""
+    current, rows = live.current(), table()
+    levels = current.levels(None, _config.scope.get())
+    named = {op: _select.decide(levels, op) for op in OPS}
+    lacking = [
+        op for op, (name, _) in named.items() if name != "auto" and not rows[op][name.partition("/")[0]]
+    ]
+    if not lacking:
+        yield
+        return
+    names = ", ".join(sorted({named[op][0] for op in lacking}))
+    instead = ",".join(f"{op}=reference" for op in lacking)
+    console.print(
+        f"[yellow]{escape(names)} has no {', '.join(lacking)}: these run on reference, as {named[lacking[0]][1]} "
+        f"with ,{instead} would say[/]",
+        highlight=False,
+    )
+    with hal.use(instead):
+        yield
+
+
+def _bench(
+    console: Console,
+    model: Llama,
+    theirs: object,
+    encoded: Sequence[list[int]],
+    max_tokens: int,
+    *,
+    exact: bool,
+) -> int:
+    """Shows tokens a second beside transformers'; fails where one prompt's tokens differ in float32."""
+    model.ops = benching.bound(model)
+    cases = 2 if len(encoded) > 1 else 1
+    with progress(console) as bar:
+        task = bar.add_task("the engine and transformers in turn", total=cases * (benching.ROUNDS + 1))
+        rows = benching.run(
+            model, theirs, encoded, max_tokens, benching.ROUNDS, tell=lambda: bar.advance(task)
+        )
+    benched(console, rows)
+    return 1 if exact and not rows[0].equal else 0
 
 
 def _device(name: str) -> torch.device:
@@ -140,6 +208,7 @@ def _engine(model: Llama, encoded: Sequence[list[int]], max_tokens: int) -> Engi
         max_running=running,
         max_length=pages[0] * PAGE_SIZE,
         page_size=PAGE_SIZE,
+        record=record_cuda if model.device.type == "cuda" else None,
     )
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-import torch
 from torch import Tensor
 
 from hal._errors import HalError
 from hal.demo.cache import PagedCache
+from hal.demo.graphs import DecodeGraphs, Record, padded, unsafe
 from hal.demo.model import Batch, Llama
+
+OPS = (
+    "get_last_loc", "alloc_extend", "alloc_decode", "write_req_to_token", "build_page_table", "compute_positions",
+    "assign_extend_cache_locs", "build_kv_indices", "rope_kv_write", "extend_attention", "decode_attention",
+    "kv_transfer",
+)  # fmt: skip
+"""What the engine calls."""
 
 
 @dataclass(eq=False)
@@ -74,6 +83,8 @@ class Engine:
         max_running: requests that hold slots at one time.
         max_length: tokens of the longest request, prompt and generation.
         page_size: tokens in a page, any size.
+        share: False: every request computes its whole prompt, whatever is in the cache already.
+        record: captures decode steps into graphs, e.g. `hal.demo.graphs.record_cuda`; None: none is.
     """
 
     def __init__(
@@ -85,6 +96,8 @@ class Engine:
         max_running: int,
         max_length: int,
         page_size: int = 16,
+        share: bool = True,
+        record: Record | None = None,
     ) -> None:
         self.model, self.max_length = model, max_length
         self.cache = PagedCache(
@@ -99,7 +112,20 @@ class Engine:
             page_size=page_size,
             dtype=model.dtype,
             device=model.device,
+            share=share,
         )
+        self.graphs: DecodeGraphs | None = None
+        if record is not None:
+            pool = self.cache.pool
+            self.graphs = DecodeGraphs(
+                lambda batch: model.forward(batch, pool),
+                record,
+                most=max_running,
+                # Requests share pages, so together they may list more tokens than there are slots.
+                listed=max_running * max_length,
+                device=model.device,
+                why_not=unsafe(model.examples(pool), "rope_kv_write", "decode_attention"),
+            )
         self.live: list[Request] = []
         self.events: list[Event] = []
         self.steps = 0
@@ -132,29 +158,32 @@ class Engine:
         requests = self._schedule()
         if not requests:
             return []
-        rows = [r.row for r in requests if r.row is not None]
-        starts, ends = [r.cached for r in requests], [len(r.tokens) for r in requests]
-        tokens = [t for r in requests for t in r.tokens[r.cached :]]
-        positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)]
-        device = self.model.device
-        batch = Batch(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            self.cache.slots(rows, starts, ends),
-            self.cache.slots(rows, [0] * len(rows), ends),
-            [end - start for start, end in zip(starts, ends, strict=True)],
-            ends,
-        )
-        best = self.model.forward(batch, self.cache.pool).topk(2)
-        gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
+        best, found = self._best(requests)
         self.steps += 1
-        for r, token, gap in zip(requests, best.indices[:, 0].tolist(), gaps, strict=True):
+        for r, values, token in zip(requests, best, found, strict=True):
             r.cached = len(r.tokens)
             r.tokens.append(token)
-            r.gaps.append(gap)
+            r.gaps.append(values[0] - values[1])
             if token in self.model.eos or len(r.output) == r.max_new:
                 self._finish(r)
         return requests
+
+    def _best(self, requests: Sequence[Request]) -> tuple[list[list[float]], list[int]]:
+        """For each request its two best logits, and the token of the best."""
+        n, rows = len(requests), [r.row for r in requests if r.row is not None]
+        starts, ends = [r.cached for r in requests], [len(r.tokens) for r in requests]
+        tokens = list(chain.from_iterable(r.tokens[r.cached :] for r in requests))
+        decode = len(tokens) == n
+        batch = self.graphs.batch(n) if self.graphs and decode else None
+        if batch is not None and self.graphs is not None:
+            size = len(batch.tokens)
+            self.cache.fill(batch, *(padded(x, size) for x in (tokens, rows, starts, ends)))
+            logits = self.graphs.replay(batch)[:n]
+        else:
+            batch = Batch.empty(len(tokens), n, sum(ends), self.model.device, decode=decode)
+            logits = self.model.forward(self.cache.fill(batch, tokens, rows, starts, ends), self.cache.pool)
+        best = logits.topk(2)
+        return best.values.tolist(), best.indices[:, 0].tolist()
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's slots; it comes back by its rank. `step` calls it where slots are short.
@@ -185,7 +214,7 @@ class Engine:
                 if not blocked:
                     batch.append(r)
                 continue
-            need = self.cache.pages(len(r.tokens)) - self.cache.pages(r.cached)
+            need = self.cache.pages(r.cached + 1) - self.cache.pages(r.cached)
             while need > self.cache.free_pages - promised and self._take_below(r):
                 pass
             if need <= self.cache.free_pages - promised:
@@ -193,7 +222,7 @@ class Engine:
                 going_on.append(r)
         if going_on:
             rows = [r.row for r in going_on if r.row is not None]
-            self.cache.extend(rows, [r.cached for r in going_on], [len(r.tokens) for r in going_on])
+            self.cache.append(rows, [r.cached for r in going_on])
         return going_on + batch
 
     def _admit(self, r: Request, promised: int) -> bool:

@@ -31,7 +31,8 @@ class Meter:
     """hal's ops by name, remembered: ``meter.get_last_loc(...)`` is ``hal.get_last_loc(...)``.
 
     On an accelerator each call is synced before and after, so that the time is the op's own: an
-    engine that is no demonstration calls ``hal.<op>``, or what `hal.bind` gives, and never syncs.
+    engine that is no demonstration calls ``hal.<op>``, or what `hal.bind` gives, and never syncs. What a graph
+    captures, and what it replays, is not counted.
 
     Args:
         device: where the engine's tensors are.
@@ -53,6 +54,8 @@ class Meter:
         function = getattr(hal, op)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._capturing():
+                return function(*args, **kwargs)
             use = self._use(op, args, kwargs)
             self._sync()
             start = time.perf_counter()
@@ -77,6 +80,9 @@ class Meter:
             who = (op, chosen.name, chosen.lane) if chosen else (op, "none", "")
             use = self._by_kind[kind] = self._uses.setdefault(who, Use(*who))
         return use
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _sync(self) -> None:
         if self.device.type != "cpu":

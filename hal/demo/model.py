@@ -1,20 +1,19 @@
 """`Llama`: the forward pass of a Llama over a paged cache.
 
-Every layer calls `rope_kv_write` on views of its fused qkv: q and k rotated in place, k and v in the
-cache, no copy in between. Then torch's SDPA attends over the rows gathered from the cache.
+Every layer calls `rope_kv_write` on views of its fused qkv, which rotates q in place and puts k and v in the cache
+with no copy in between, and then one attention op for all requests of the batch, over the cache as it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn import functional
 
-from hal.demo.meter import Meter
 from hal.kvpool import KVPool
 from hal.ops._torch import settle
 
@@ -25,19 +24,29 @@ class Batch:
 
     Args:
         tokens: ``[n]`` ids to compute.
-        positions: ``[n]`` of each in its request.
-        slots: ``[n]`` where its keys and values go.
-        context: ``[sum(lengths)]`` the slots of each whole request, those to be written now included.
-        new: of each request, how many of the n are its own; its last.
-        lengths: of each request, its tokens in all.
+        positions: ``[n]`` of each in its request; -1: padding.
+        slots: ``[n]`` where its keys and values go; -1: nowhere.
+        kv_indptr: ``[bs + 1]`` where each request begins in kv_indices.
+        kv_indices: the slots of all tokens of each request, those to be written now included.
+        qo_indptr: ``[bs + 1]`` where each request begins among the n; None: each has one.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    context: Tensor
-    new: Sequence[int]
-    lengths: Sequence[int]
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    qo_indptr: Tensor | None = None
+
+    @classmethod
+    def empty(cls, n: int, requests: int, listed: int, device: torch.device, *, decode: bool) -> Batch:
+        """Buffers for `n` tokens of `requests` requests that have `listed` in all."""
+
+        def ints(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        starts = None if decode else ints(requests + 1)
+        return cls(ints(n), ints(n), ints(n), ints(requests + 1), ints(listed), starts)
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,13 @@ class Llama:
     Args:
         config: a transformers `LlamaConfig` with default RoPE and no biases.
         weights: the model's `state_dict`. What is not fused shares its memory.
-        ops: the ops, counted.
+        ops: hal's ops as attributes, as for `PagedCache`.
 
     Raises:
         ValueError: the config asks for what this file does not do.
     """
 
-    def __init__(self, config: Any, weights: Mapping[str, Tensor], ops: Meter) -> None:
+    def __init__(self, config: Any, weights: Mapping[str, Tensor], ops: Any) -> None:
         rope = config.rope_parameters
         if rope["rope_type"] != "default" or config.attention_bias or config.mlp_bias:
             raise ValueError(f"a Llama with default RoPE and no biases; got {config}")
@@ -103,38 +112,77 @@ class Llama:
     def forward(self, batch: Batch, pool: KVPool) -> Tensor:
         """The logits after each request's last token, ``[requests, vocab]`` float32."""
         x = self.embed[batch.tokens]
+        n = len(x)
+        ends = None if batch.qo_indptr is None else batch.qo_indptr[1:] - 1
+        qkv_heads = [self.q_heads, self.kv_heads, self.kv_heads]
         for i, layer in enumerate(self.layers):
-            qkv = linear(self._rms_norm(x, layer.input_norm), layer.qkv)
-            x = x + linear(self._attention(qkv, batch, pool, i), layer.o)
-            gate, up = linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + linear(silu(gate) * up, layer.down)
-        last = torch.tensor(batch.new, device=self.device).cumsum(0) - 1
-        return linear(self._rms_norm(x[last], self.norm), self.lm_head).float()
+            qkv = linear(rms_norm(x, layer.input_norm, self.eps), layer.qkv)
+            q, k, v = torch.split(qkv.view(n, -1, self.head_dim), qkv_heads, dim=1)
+            k_cache, v_cache = pool.layer(i)
+            self.ops.rope_kv_write(
+                q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False
+            )
+            heads = self._attention(q, k_cache, v_cache, batch).view(n, -1)
+            if layer is self.layers[-1] and ends is not None:
+                heads, x = heads[ends], x[ends]  # nobody reads the others any more
+            x = linear(heads, layer.o, x)
+            gate_up = linear(rms_norm(x, layer.mlp_norm, self.eps), layer.gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)
+            x = linear(functional.silu(gate).mul_(up), layer.down, x)
+        return linear(rms_norm(x, self.norm, self.eps), self.lm_head).float()
 
-    def _attention(self, qkv: Tensor, batch: Batch, pool: KVPool, layer: int) -> Tensor:
-        heads = [self.q_heads, self.kv_heads, self.kv_heads]
-        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.head_dim), heads, dim=1)
-        k_cache, v_cache = pool.layer(layer)
-        self.ops.rope_kv_write(
-            q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False
-        )
-        assert v_cache is not None
-        out, at = torch.empty_like(q), 0
-        # One request at a time: their lengths differ, and padding would cost more than these few calls.
-        contexts = torch.split(batch.context, list(batch.lengths))
-        for context, new, length in zip(contexts, batch.new, batch.lengths, strict=True):
-            keys, values = (half[context].transpose(0, 1).unsqueeze(0) for half in (k_cache, v_cache))
-            query = q[at : at + new].transpose(0, 1).unsqueeze(0)
-            # Each new token sees itself and all before it; a single one sees everything.
-            seen = None
-            if new > 1:
-                seen = torch.ones(new, length, dtype=torch.bool, device=self.device).tril(length - new)
-            found = scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
-            out[at : at + new] = found[0].transpose(0, 1)
-            at += new
-        return out.flatten(1)
+    def _attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor | None, batch: Batch) -> Tensor:
+        scale, listed = self.head_dim**-0.5, (batch.kv_indptr, batch.kv_indices)
+        if batch.qo_indptr is None:
+            out = self.ops.decode_attention(q, k_cache, v_cache, *listed, scale=scale)
+        else:
+            out = self.ops.extend_attention(q, k_cache, v_cache, batch.qo_indptr, *listed, scale=scale)
+        assert isinstance(out, Tensor)
+        return out
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return weight * wide.to(x.dtype)
+    def examples(self, pool: KVPool) -> dict[str, dict[str, Any]]:
+        """op -> a call of the model's own kind: what `hal.bind` chooses by, and what a graph will hold."""
+        n, (k_cache, v_cache) = 2, pool.layer(0)
+        b = Batch.empty(n, n, n, self.device, decode=False)
+        heads = self.embed.new_empty(n, self.q_heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], dim=1)
+        cache = {"k_cache": k_cache, "v_cache": v_cache}
+        attend = {"q": q, **cache, "kv_indptr": b.kv_indptr, "kv_indices": b.kv_indices, "scale": 1.0}
+        rope = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cos_sin_cache": self.cos_sin,
+            "positions": b.positions,
+            "slots": b.slots,
+        }
+        return {
+            "rope_kv_write": {**rope, **cache, "write_k": False},
+            "decode_attention": attend,
+            "extend_attention": {**attend, "qo_indptr": b.qo_indptr},
+        }
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` of each row, in fp32."""
+    if not x.is_cpu:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    # torch has no kernel of its own for it on the CPU; this takes a fifth of the time of its many.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale: Tensor = norm.square_().div_(x.shape[1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
+
+
+def linear(x: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
+    """``x @ weight.T``, and `plus` added."""
+    if _onednn is not None and x.is_cpu and x.dtype == torch.float32 and len(x) >= 4:
+        out: Tensor = _onednn(x, weight, None, "none", [], "")
+        return out if plus is None else out.add_(plus)
+    return torch.mm(x, weight.t()) if plus is None else torch.addmm(plus, x, weight.t())
+
+
+_onednn = None
+if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    # What torch.compile makes of a linear layer on the CPU. torch.mm leaves it to MKL, which needs a third more time
+    # for eight rows whose weights come out of memory, and less for one.
+    _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)

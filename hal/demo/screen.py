@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from hal.demo.bench import Row
 from hal.demo.check import Comparison
 from hal.demo.engine import Engine, Event, Request
 from hal.demo.meter import Use
@@ -121,6 +122,33 @@ class Screen:
             later = _time((u.seconds - u.first) / (u.calls - 1)) if u.calls > 1 else ""
             table.add_row(u.op, escape(u.backend), u.lane, str(u.calls), _time(u.seconds), later)
         self.console.print(table)
+
+
+def benched(console: Console, rows: Sequence[Row]) -> None:
+    """Tokens a second, the engine's and transformers'."""
+    table = _table("Tokens a second beside transformers' greedy generate")
+    for name in (
+        "prompts",
+        "tokens each",
+        "hal",
+        "transformers",
+        "ratio",
+        "lowest to highest",
+        "outputs equal",
+    ):
+        table.add_column(name, justify="right")
+    for r in rows:
+        ratios = sorted(t / o for o, t in zip(r.ours, r.theirs, strict=True))
+        table.add_row(
+            str(r.prompts), str(r.tokens // r.prompts), f"{r.rate(r.ours):.1f}", f"{r.rate(r.theirs):.1f}",
+            f"{r.ratio:.2f} x", f"{ratios[0]:.2f} to {ratios[-1]:.2f}", f"{r.equal} of {r.prompts}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"Medians of {len(rows[0].ours)} interleaved rounds, prompts included; transformers' several prompts are one "
+        "left-padded batch; the engine reused no prefix.",
+        highlight=False,
+    )
 
 
 def _verdict(c: Comparison) -> str:

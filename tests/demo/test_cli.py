@@ -20,8 +20,8 @@ pytest.importorskip("transformers", reason="needs the extra `demo`")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hal.demo import check, cli, screen, weights
-from hal.demo.engine import Request
+from hal.demo import bench, check, cli, screen, weights
+from hal.demo.engine import OPS, Request
 
 pytestmark = pytest.mark.filterwarnings("ignore::hal.FallbackWarning")
 
@@ -57,9 +57,7 @@ def test_four_prompts(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"3 +back, \d+ tokens moved from the host", said)
     assert len(re.findall(r"<\d+>", said)) == 48
     rows = re.findall(r"^ *(\w+) +(\S+) +(\S+) +(\d+) +[\d.]+ (?:s|ms|µs) ", said, re.MULTILINE)
-    assert {r[0] for r in rows} == {
-        "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
-    }  # fmt: skip
+    assert {r[0] for r in rows} == set(OPS)
     assert {r[2] for r in rows} == {"device"}
 
 
@@ -126,6 +124,65 @@ def test_a_terminal_sees_the_answers_grow(small: Any, monkeypatch: pytest.Monkey
     assert grown[-1] == 12
     assert grown == sorted(grown)
     assert "(on the host)" in console.export_text() or len(set(grown)) > 6
+
+
+def test_bench_counts_the_same_tokens_on_both_sides(
+    small: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    rows: list[bench.Row] = []
+    monkeypatch.setattr(
+        cli, "benched", lambda console, found: rows.extend(found) or screen.benched(console, found)
+    )
+    assert cli.main(max_tokens=5, bench=True) == 0
+    assert [(r.prompts, r.tokens, r.equal) for r in rows] == [(1, 5, 1), (8, 40, 8)]
+    assert all(len(r.ours) == len(r.theirs) == 2 for r in rows)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1" in said
+    assert "8 of 8" in said
+    assert "Medians of 2 interleaved rounds" in said
+    assert cli.main(["alone"], max_tokens=5, bench=True) == 0
+    assert len(rows) == 3
+
+
+def test_bench_ratio_is_of_rounds() -> None:
+    row = bench.Row(prompts=2, tokens=12, ours=[1.0, 4.0, 2.0], theirs=[3.0, 4.0, 4.0], equal=2)
+    assert row.ratio == 2.0
+    assert row.rate(row.ours) == 6.0
+
+
+def test_bench_fails_where_one_prompts_tokens_differ(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    generate = bench.generate
+    monkeypatch.setattr(bench, "generate", lambda *args: [[7, *made[1:]] for made in generate(*args)])
+    assert cli.main(["a"], max_tokens=4, bench=True) == 1
+    assert cli.main(["a"], max_tokens=4, bench=True, dtype="bfloat16") == 0
+
+
+def test_a_named_backend_that_lacks_ops_is_told_of_and_reference_named_for_those(
+    small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacks = ("decode_attention", "extend_attention", "alloc_decode")
+    for op in set(OPS) - set(lacks):
+        hal.register(op, backend="few")(hal.registry.table()[op]["reference"][0][0].fn)
+    try:
+        with hal.use("few"):
+            assert cli.main(["a", "b"], max_tokens=4) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert (
+            "few has no alloc_decode, extend_attention, decode_attention: these run on reference, as" in said
+        )
+        assert (
+            "with ,alloc_decode=reference,extend_attention=reference,decode_attention=reference would say"
+            in said
+        )
+        assert re.search(r"decode_attention reference device \d+", said)
+        assert re.search(r"rope_kv_write few device \d+", said)
+        with hal.use("few,alloc_decode=cpu,extend_attention=cpu,decode_attention=cpu"):
+            assert cli.main(["a"], max_tokens=2) == 0
+        assert "these run on reference" not in capsys.readouterr().out
+    finally:
+        hal.unregister("few")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hal.demo.cache import PagedCache
 from hal.demo.check import compare
-from hal.demo.engine import Engine, Request
+from hal.demo.engine import OPS, Engine, Request
+from hal.demo.graphs import unsafe
 from hal.demo.meter import Meter
 from hal.demo.model import Batch, Llama
 
@@ -40,13 +41,15 @@ def transformers_llama(tied: bool = True, eos: int = EOS) -> Any:
 
 
 def engine(
-    slots: int = 240, host_slots: int = 240, running: int = 3, page_size: int = 4, tied: bool = True, ops: Any = None
+    slots: int = 240, host_slots: int = 240, running: int = 3, page_size: int = 4, tied: bool = True, ops: Any = None,
+    record: Any = None,
 ) -> Engine:  # fmt: skip
     theirs = transformers_llama(tied)
     model = Llama(theirs.config, theirs.state_dict(), ops or Meter(CPU))
     return Engine(
-        model, slots=slots, host_slots=host_slots, max_running=running, max_length=80, page_size=page_size
-    )
+        model, slots=slots, host_slots=host_slots, max_running=running, max_length=80, page_size=page_size,
+        record=record,
+    )  # fmt: skip
 
 
 def prompts(n: int) -> list[list[int]]:
@@ -61,9 +64,10 @@ def assert_same_tokens(requests: list[Request], tied: bool = True) -> None:
 def assert_nothing_held(e: Engine) -> None:
     """No leak: every page, host page, row and published prefix is free again."""
     cache = e.cache
-    assert cache.free.available == cache.pool.num_slots // cache.page_size * cache.page_size
+    assert sorted(cache.free.tolist()) == list(range(cache.pool.num_slots // cache.page_size))
     assert cache.host_free.available == cache.host.num_slots // cache.page_size * cache.page_size
     assert len(cache.rows) == cache.req_to_token.shape[0]
+    assert not cache._shared
     assert not cache._holders
     assert not cache._page_of
     assert not cache._prefix_of
@@ -142,7 +146,7 @@ def test_pages_never_chain_onto_pages_of_others() -> None:
     e.step()
     assert e.cache._page_of.keys() == {e.cache._prefix_of[p] for p in e.cache._prefix_of}
     held = {int(s) // 4 for s in e.cache.req_to_token[second.row][:12]}
-    # Every published page that follows another is held by whoever holds that one.
+    # A published page that follows another is held by whoever holds that one.
     for page, (before, _) in e.cache._prefix_of.items():
         assert before == -1 or page not in held or before in held
     other = e.add([99] * 4 + same[4:], 8)
@@ -321,10 +325,17 @@ def test_the_meter_says_who_ran_what() -> None:
         e.preempt(e.live[0])
         e.run()
     uses = {u.op: u for u in ops.uses}
-    assert set(uses) == {"get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer"}
+    assert set(uses) == set(OPS)
     assert {(u.backend, u.lane) for u in ops.uses} == {("reference", "device")}
-    assert uses["rope_kv_write"].calls == 5 * len(e.model.layers)
-    assert uses["get_last_loc"].calls == 5
+    layers = len(e.model.layers)
+    assert uses["rope_kv_write"].calls == 5 * layers
+    # The prompt, and once more after it came back: then one of its tokens is new, and no prompt is.
+    assert uses["extend_attention"].calls == layers
+    assert uses["decode_attention"].calls == 4 * layers
+    assert uses["get_last_loc"].calls == uses["write_req_to_token"].calls == 5
+    assert uses["alloc_extend"].calls == 2
+    assert uses["alloc_decode"].calls == 3
+    assert uses["compute_positions"].calls == uses["build_kv_indices"].calls == 5
     assert uses["kv_transfer"].calls == 2
     assert all(0 < u.first <= u.seconds for u in ops.uses)
 
@@ -338,3 +349,117 @@ def test_the_meter_leaves_it_to_the_call_to_say_that_nobody_runs_it(monkeypatch:
         ).extend([0], [0], [3])  # fmt: skip
     with pytest.raises(AttributeError):
         ops._no_op  # noqa: B018
+
+
+class Recorder:
+    """Stands in for a CUDA graph: runs once, then again on the same buffers, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.sizes: list[int] = []
+
+    def __call__(self, run: Any) -> Any:
+        self.recorded += 1
+        made = torch.zeros_like(run())
+
+        def again() -> None:
+            self.sizes.append(len(made))
+            made.copy_(run())
+
+        return made, again
+
+
+@pytest.fixture
+def capturable() -> Any:
+    """Ops that a graph may hold."""
+    with hal.use("reference"):
+        yield
+
+
+@pytest.mark.usefixtures("capturable")
+def test_decode_steps_are_replays_and_the_tokens_the_same() -> None:
+    record = Recorder()
+    e = engine(slots=240, running=5, record=record)
+    requests = [e.add(p, 9 + 4 * i) for i, p in enumerate(prompts(6))]
+    for _ in range(4):
+        e.step()
+    e.preempt(requests[1])
+    e.run()
+    assert e.graphs is not None
+    assert e.graphs.why_not == ""
+    assert e.graphs.sizes == [1, 2, 4, 5]
+    # 4 is used for 3 requests too, and each size is recorded once.
+    assert set(record.sizes) == {1, 2, 4, 5}
+    assert record.recorded == 4
+    assert e.graphs.replayed == len(record.sizes)
+    assert e.graphs.replayed > e.steps - 5
+    assert_same_tokens(requests)
+    assert_nothing_held(e)
+
+
+@pytest.mark.usefixtures("capturable")
+def test_a_padded_batch_writes_nothing_beyond_its_requests() -> None:
+    e = engine(running=5, record=Recorder())
+    requests = [e.add(p, 12) for p in prompts(3)]
+    e.step()
+    e.step()
+    assert e.graphs is not None
+    batch = e.graphs.batch(3)
+    assert batch is not None
+    assert batch.slots.tolist()[3:] == batch.positions.tolist()[3:] == [-1]
+    assert batch.kv_indptr[3] == batch.kv_indptr[4]
+    mine = {s for r in requests for s in e.cache.slots(r.row or 0, 0, r.cached).tolist()}
+    written = {i for i, row in enumerate(e.cache.pool.k[0]) if row.any()}
+    assert written == mine
+
+
+@pytest.mark.usefixtures("capturable")
+def test_without_a_graph_the_engine_goes_on_and_says_why() -> None:
+    def fails(run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    e = engine(record=fails)
+    requests = [e.add(p, 6) for p in prompts(3)]
+    e.run()
+    assert e.graphs is not None
+    assert e.graphs.replayed == 0
+    assert e.graphs.why_not.startswith("capturing 3 requests failed: operation not permitted")
+    assert_same_tokens(requests)
+
+
+def test_what_is_not_declared_graph_safe_is_not_captured() -> None:
+    e = engine()
+    calls = e.model.examples(e.cache.pool)
+    with hal.use("reference"):
+        assert unsafe(calls, "rope_kv_write", "decode_attention") == ""
+    fn = hal.registry.table()["decode_attention"]["reference"][0][0].fn
+    for name, safe in (("no", False), ("yes", True)):
+        hal.register("decode_attention", backend="mine", name=name, graph_safe=safe)(fn)
+    try:
+        with hal.use("decode_attention=mine/no"):
+            assert unsafe(calls, "decode_attention") == (
+                "decode_attention runs on mine/no, which is not declared graph-safe"
+            )
+        with hal.use("decode_attention=mine/yes"):
+            assert unsafe(calls, "decode_attention") == ""
+        record = Recorder()
+        with hal.use("decode_attention=mine/no"):
+            e = engine(record=record)
+            e.add(prompts(1)[0], 4)
+            e.run()
+        assert record.recorded == 0
+    finally:
+        hal.unregister("mine")
+    with hal.use("ascend"):
+        assert unsafe(calls, "decode_attention") == "nothing runs decode_attention"
+
+
+def test_prompts_need_not_be_shared() -> None:
+    e = Engine(
+        engine().model, slots=240, host_slots=0, max_running=3, max_length=80, page_size=4, share=False
+    )
+    requests = [e.add(p, 4) for p in prompts(3)]
+    e.run()
+    assert {n for _, n in happened(e, "started")} == {0}
+    assert_same_tokens(requests)
+    assert_nothing_held(e)
