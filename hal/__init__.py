@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         rope_kv_write,
         write_req_to_token,
     )
+    from hal._library import torch_ops
     from hal.kvpool import KVPool, SlotAllocator
     from hal.paging import num_new_pages
     from hal.registry._dispatch import bind, explain, info, warmup
@@ -41,12 +42,13 @@ __all__ = [
     "SlotAllocator", "__version__", "alloc_decode", "alloc_extend", "assign_extend_cache_locs", "bind",
     "build_kv_indices", "build_page_table", "compute_positions", "configure", "decode_attention", "explain",
     "extend_attention", "get_last_loc", "info", "kv_move", "kv_transfer", "kv_write", "mla_kv_write",
-    "mla_rope_kv_write", "num_new_pages", "qk_norm_rope_kv_write", "register", "reload", "rope_kv_write", "unregister",
-    "use", "warmup", "write_req_to_token",
+    "mla_rope_kv_write", "num_new_pages", "qk_norm_rope_kv_write", "register", "reload", "rope_kv_write", "torch_ops",
+    "unregister", "use", "warmup", "write_req_to_token",
 ]  # fmt: skip
 
 _LAZY = {
     "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool", "num_new_pages": "hal.paging",
+    "torch_ops": "hal._library",
     "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._dispatch",
     "warmup": "hal.registry._dispatch",
     "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",

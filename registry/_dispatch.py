@@ -76,7 +76,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
     if op in _made and _made[op][0] is spec:
         return _made[op][1]
     names = list(spec.args)
-    params = _parameters(spec)
+    params = parameters(spec)
     sizes = spec.sizes_source()
     recheck = "True" if spec.check_sizes else f"{sizes} or _table.checks == 2"
     call = ", ".join(
@@ -128,7 +128,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
     return fn
 
 
-def _parameters(spec: OpSpec) -> str:
+def parameters(spec: OpSpec) -> str:
     """The signature's parameters as source, ending in the star that makes ``backend`` keyword-only."""
     out = []
     star = False
@@ -541,7 +541,7 @@ def _given(spec: OpSpec, name: str, value: Any) -> Any:
 def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
     arg = spec.args[name]
     assert isinstance(arg, TensorArg)
-    names = spec._dims_of(arg, value.ndim)
+    names = spec.dims_of(arg, value.ndim)
     if not names:
         raise ArgumentError(
             spec.name, name, " or ".join(f"[{a.strip()}]" for a in arg.dims.split("|")), str(value)
@@ -554,7 +554,7 @@ def _like(
     device: str, index: int | None,
 ) -> TensorSig:  # fmt: skip
     """An argument of the plain example, in the sizes, dtype and device of those that were given."""
-    names = spec._dims_of(spec.args[name], value.ndim)
+    names = spec.dims_of(spec.args[name], value.ndim)
     example = tuple(dims.get(d, n) for d, n in zip(names, value.example, strict=True))
     shape = tuple(n if d in spec.static else None for d, n in zip(names, example, strict=True))
     follow = dtype is not None and dtype.is_floating_point and value.dtype == torch.bfloat16

@@ -214,6 +214,8 @@ class OpSpec:
         check_values: reads index values (HAL_CHECKS=full); raises on one out of range.
         ragged: parameter of `make` -> inclusive int range or choices, for property tests.
         core: a backend must have it to be certified.
+        returns: None; the name of a mutated argument, which is returned itself (a new tensor like it where it may be
+            None and is); or a `TensorArg` for a new tensor, its dims those of arguments, or numbers.
     """
 
     reference: Callable[..., Any]
@@ -228,10 +230,13 @@ class OpSpec:
     check_values: Callable[[Mapping[str, Any]], None] | None = None
     ragged: Mapping[str, tuple[int, int] | Sequence[Any]] = field(default_factory=dict)
     core: bool = False
+    returns: str | TensorArg | None = None
 
     def __post_init__(self) -> None:
         if list(self.args) != list(self.signature.parameters):
             raise TypeError(f"{self.name}: args {list(self.args)} are not the signature's {self.signature}")
+        if isinstance(self.returns, str) and self.returns not in self.mutated:
+            raise TypeError(f"{self.name}: returns {self.returns!r}, which is no mutated argument")
         reserved = [n for n in self.args if n.startswith("_") or n == "backend"]
         if reserved:
             raise TypeError(
@@ -306,7 +311,7 @@ class OpSpec:
     def _tensor_sig(self, arg: Arg, t: Tensor, dims: dict[str, int]) -> TensorSig:
         if not isinstance(arg, TensorArg):
             return TensorSig(t.dtype, t.device.type, (1,), "contiguous", True, t.device.index, (1,))
-        names = self._dims_of(arg, t.ndim)
+        names = self.dims_of(arg, t.ndim)
         for d, size in zip(names, t.shape, strict=False):
             if d in self.static:
                 dims.setdefault(d, size)
@@ -322,7 +327,7 @@ class OpSpec:
         return not isinstance(arg.dtypes, str) and set(arg.dtypes) <= set(INDEX)
 
     @staticmethod
-    def _dims_of(arg: Arg, ndim: int) -> tuple[str, ...]:
+    def dims_of(arg: Arg, ndim: int) -> tuple[str, ...]:
         if not isinstance(arg, TensorArg):
             return ()
         return next((a for a in arg.alternatives if len(a) == ndim), ())
@@ -501,7 +506,7 @@ class OpSpec:
                 raise bad(f"{SHORT.get(like.dtype, like.dtype)}, the dtype of {arg.dtypes}", describe(t))
         elif t.dtype not in arg.dtypes:
             raise bad("dtype " + " or ".join(SHORT[d] for d in arg.dtypes), describe(t))
-        names = self._dims_of(arg, t.ndim)
+        names = self.dims_of(arg, t.ndim)
         if not names:
             want = " or ".join("[" + ", ".join(a) + "]" for a in arg.alternatives)
             raise bad(want, describe(t))

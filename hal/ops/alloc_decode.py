@@ -133,6 +133,7 @@ SPEC = OpSpec(
         "out": TensorArg("bs", INDEX, mutated=True),
     },
     oracle=_oracle,
+    returns=TensorArg("1", (torch.int64,)),
     make=_make,
     check_sizes=_check_sizes,
     check_values=_check_values,

@@ -157,6 +157,7 @@ SPEC = OpSpec(
         "out": TensorArg("capacity", INDEX, mutated=True),
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check_values=_check_values,
     samples=(

@@ -181,6 +181,7 @@ SPEC = OpSpec(
         "kv_start": TensorArg("bs", INDEX, optional=True),
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check_sizes=_check_sizes,
     check_values=_check_values,

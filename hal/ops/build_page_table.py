@@ -131,6 +131,7 @@ SPEC = OpSpec(
         "out": TensorArg("bs max_pages", INDEX, stride="inner", mutated=True),
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check_sizes=_check_sizes,
     check_values=_check_values,

@@ -148,6 +148,7 @@ SPEC = OpSpec(
         "indptr": TensorArg("bs_and_1", INDEX, optional=True, mutated=True),
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check_sizes=_check_sizes,
     check_values=_check_values,

@@ -193,6 +193,7 @@ SPEC = OpSpec(
         **_attention.value_args(),
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check=_check,
     check_sizes=_check_sizes,

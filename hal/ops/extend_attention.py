@@ -242,6 +242,7 @@ SPEC = OpSpec(
         )},
     },
     oracle=_oracle,
+    returns="out",
     make=_make,
     check=_check,
     check_sizes=_check_sizes,

@@ -117,6 +117,7 @@ SPEC = OpSpec(
         "prefix_lens": TensorArg("bs", INDEX),
     },
     oracle=_oracle,
+    returns=TensorArg("bs", "prefix_lens"),
     make=_make,
     check_values=_check_values,
     samples=(
