@@ -52,11 +52,9 @@ def torch_ops() -> Bound:
     Example:
         >>> import torch, hal
         >>> ops = hal.torch_ops()
-        >>> @torch.compile(fullgraph=True, backend="eager")
-        ... def next_slot(table, rows, lengths):
-        ...     return ops.get_last_loc(table, rows, lengths) + 1
-        >>> next_slot(torch.tensor([[7, 8, 9]], dtype=torch.int32), torch.tensor([0]), torch.tensor([3]))
-        tensor([10])
+        >>> last = torch.compile(ops.get_last_loc, fullgraph=True, backend="eager")
+        >>> last(torch.tensor([[7, 8, 9]], dtype=torch.int32), torch.tensor([0]), torch.tensor([3]))
+        tensor([9])
     """
     table = live.current()
     functions: dict[str, Callable[..., Any]] = {}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ SHOWN = {
     **{n: getattr(hal, n) for n in hal.__all__ if callable(getattr(hal, n))},
     "SlotAllocator": hal.SlotAllocator,
 }
-MUST = {*BUILTIN, "KVPool", "SlotAllocator", "bind", "configure", "explain", "register", "use"}
+MUST = {*BUILTIN, "KVPool", "SlotAllocator", "bind", "configure", "explain", "register", "torch_ops", "use"}
 
 
 @pytest.mark.usefixtures("fresh")
@@ -74,3 +76,51 @@ def test_readme_runs() -> None:
             outputs += 1
             assert told.getvalue() == output
     assert outputs
+
+
+@pytest.fixture(scope="module")
+def generator() -> Any:
+    """ci/docs.py, which writes docs/ops."""
+    path = ROOT / "ci" / "docs.py"
+    if not path.exists():
+        pytest.skip("no ci/docs.py here")
+    found = importlib.util.spec_from_file_location("hal_ci_docs", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_up_to_date(generator: Any) -> None:
+    assert generator.drifted() == [], "run ci/docs"
+
+
+def test_drift_is_seen(generator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of no op, one that is not there, one with another word, README's table."""
+    for path, text in generator.written().items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    (tmp_path / "docs/ops/no_such_op.md").write_text("")
+    (tmp_path / "docs/ops/kv_write.md").unlink()
+    for path in ("docs/ops/get_last_loc.md", "README.md"):
+        text = (tmp_path / path).read_text(encoding="utf-8")
+        (tmp_path / path).write_text(text.replace("| yes |", "| no |"), encoding="utf-8")
+    expected = generator.written()
+    monkeypatch.setattr(generator, "written", lambda: expected)
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    assert sorted(generator.drifted()) == [
+        "README.md", "docs/ops/get_last_loc.md", "docs/ops/kv_write.md", "docs/ops/no_such_op.md",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", BUILTIN)
+def test_page_tells_the_contract(generator: Any, op: str) -> None:
+    """Every argument, every refusal, every backend; links lead somewhere."""
+    text = generator.page(op)
+    for name in spec(op).args:
+        assert f"\n| `{name}` |" in text, name
+        assert re.search(rf"^- `[\w, ]*{name}[\w, ]*`: ", text, re.M), name
+    assert all(f"\n| {e.name} | `{e.argument}: expected" in text for e in spec(op).errors)
+    for link in re.findall(r"\]\((\.\./[^)]+)\)", text):
+        assert (ROOT / "docs/ops" / link).exists(), link
