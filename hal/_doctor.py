@@ -28,7 +28,7 @@ def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: flo
     for name, entry in table.entries.items():
         for lane in entry.lanes or ("device",):
             state = entry.state(lane)
-            have = [op for op in table.op_names if entry.impls(op)]
+            have = [op for op in table.op_names if entry.usual(op)]
             if state.ready and have:
                 plan.append((name, lane, have))
             elif not state.ready:

@@ -66,6 +66,7 @@ class Entry:
     fault: State | None = None
     """Why the manifest itself is of no use, if so."""
     _states: dict[str, State] = field(default_factory=dict)
+    _impl_states: dict[tuple[Impl, str], State] = field(default_factory=dict)
     _bound: dict[Impl, Callable[..., Any] | State] = field(default_factory=dict)
 
     @property
@@ -78,6 +79,10 @@ class Entry:
 
     def impls(self, op: str) -> tuple[Impl, ...]:
         return self.manifest.impls(op) if self.manifest else ()
+
+    def usual(self, op: str) -> tuple[Impl, ...]:
+        """Those that may run without being named in full, highest priority first."""
+        return tuple(i for i in self.impls(op) if not i.named)
 
     def title(self, impl: Impl) -> str:
         return f"{self.name}/{impl.name}" if impl.name else self.name
@@ -102,32 +107,26 @@ class Entry:
         requires = manifest.requires
         if isinstance(requires, Mapping):
             requires = requires.get(lane, ())
-        for need in requires:
-            lacking = missing(need)
-            if lacking:
-                what = (
-                    f'pip install "{self.distribution or DISTRIBUTION}[{manifest.extra}]"'
-                    if manifest.extra
-                    else f'pip install "{need}"'
-                )
-                return State("absent", lacking, what)
+        extra = (
+            f'pip install "{self.distribution or DISTRIBUTION}[{manifest.extra}]"' if manifest.extra else ""
+        )
         probe = manifest.probe
         if isinstance(probe, Mapping):
             probe = probe.get(lane)
         elif lane != "device":
             probe = None
-        if probe is None:
-            return READY
-        try:
-            said = resolve(probe)()
-        except FAULTS as e:
-            return broken("its probe", e)
-        if said is not None and not isinstance(said, str):
-            return State("broken", f"its probe returned {said!r}; expected None or the reason why not")
-        if said:
-            reason, _, remedy = said.partition(" — ")
-            return State("unavailable", reason, remedy)
-        return READY
+        return examined(requires, extra, probe)
+
+    def impl_state(self, impl: Impl, lane: str = "device") -> State:
+        """The state of one implementation on a lane: the backend's, unless it needs more than that."""
+        state = self.state(lane)
+        if not state.ready or not (impl.lanes or impl.requires or impl.probe):
+            return state
+        if impl.lanes and lane not in impl.lanes:
+            return State("unavailable", f"it has no lane {lane}; it has {', '.join(impl.lanes)}")
+        if (impl, lane) not in self._impl_states:
+            self._impl_states[impl, lane] = examined(impl.requires, impl.install, impl.probe)
+        return self._impl_states[impl, lane]
 
     def bind(self, impl: Impl, signature: inspect.Signature) -> Callable[..., Any] | State:
         """The function of `impl`, imported and compared with the contract; or why it can't be had."""
@@ -148,9 +147,13 @@ class Entry:
             )
         return fn
 
-    def op_state(self, op: str, lane: str = "device") -> State:
-        if self.manifest and not self.impls(op):
-            return State("unimplemented", f"{self.name} has no {op}")
+    def op_state(self, op: str, lane: str = "device", which: str = "") -> State:
+        """The state of an op here, or of the implementation named `which` alone."""
+        found = [i for i in self.impls(op) if i.name == which] if which else self.usual(op)
+        if self.manifest and not found:
+            named = ", ".join(self.title(i) for i in self.impls(op) if i.named)
+            but = f" but {named}, taken where it is named" if named and not which else ""
+            return State("unimplemented", f"{self.name} has no {op}{f' named {which}' if which else ''}{but}")
         return self.state(lane)
 
 
@@ -298,6 +301,7 @@ def _merge(known: Entry | None, new: Entry) -> Entry:
         known,
         fault=State("broken", reason, "uninstall one, or name one in HAL_PLUGINS"),
         _states={},
+        _impl_states={},
         _bound={},
     )
 
@@ -384,6 +388,26 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
 def broken(where: str, error: BaseException) -> State:
     text = "".join(traceback.format_exception(error))
     return State("broken", f"{where} raised {type(error).__name__}: {error}", "", text)
+
+
+def examined(requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None) -> State:
+    """The state that requirements and a probe say."""
+    for need in requires:
+        lacking = missing(need)
+        if lacking:
+            return State("absent", lacking, install or f'pip install "{need}"')
+    if probe is None:
+        return READY
+    try:
+        said = resolve(probe)()
+    except FAULTS as e:
+        return broken("its probe", e)
+    if said is not None and not isinstance(said, str):
+        return State("broken", f"its probe returned {said!r}; expected None or the reason why not")
+    if said:
+        reason, _, remedy = said.partition(" — ")
+        return State("unavailable", reason, remedy)
+    return READY
 
 
 def shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:

@@ -262,7 +262,7 @@ def _bind_by_device(
     if name == "reference":
         return spec.reference
     auto = name == "auto"
-    lane = table.lane
+    lane, which = table.lane, ""
     pairs: list[tuple[Entry, Impl | None]]
     if auto:
         if lane != "device":
@@ -271,9 +271,7 @@ def _bind_by_device(
     else:
         backend, _, which = name.partition("/")
         entry = table.entries[backend]
-        pairs = [(entry, i) for i in entry.impls(spec.name) if not which or i.name == which] or [
-            (entry, None)
-        ]
+        pairs = [(entry, i) for i in _select.wanted(entry, spec.name, which)] or [(entry, None)]
         devices = entry.manifest.lanes.get(lane, ()) if entry.manifest else ()
         if devices and device not in devices:
             takes = ", ".join(devices)
@@ -282,7 +280,7 @@ def _bind_by_device(
     verdicts: list[Verdict] = []
     for entry, impl in pairs:
         title = entry.title(impl) if impl else entry.name
-        state = entry.op_state(spec.name, lane) if impl is None else entry.state(lane)
+        state = entry.op_state(spec.name, lane, which) if impl is None else entry.impl_state(impl, lane)
         run = entry.bind(impl, spec.signature) if impl and state.ready else state
         if isinstance(run, State):
             verdicts.append(Verdict(title, lane, run.state, run.reason, run.remedy))
@@ -423,7 +421,7 @@ def info() -> dict[str, Any]:
     for op in table.op_names:
         rows[op] = {"reference": ["ready"]}
         for name, entry in table.entries.items():
-            rows[op][name] = [_cell(table, entry, impl, op) for impl in entry.impls(op)] or ["unimplemented"]
+            rows[op][name] = [_cell(entry, impl) for impl in entry.impls(op)] or ["unimplemented"]
     return {
         "hal": __version__,
         "python": platform.python_version(),
@@ -437,10 +435,10 @@ def info() -> dict[str, Any]:
     }
 
 
-def _cell(table: Table, entry: Entry, impl: Impl, op: str) -> str:
-    lanes = [lane for lane in entry.lanes if entry.state(lane).ready]
-    text = f"ready ({', '.join(lanes)})" if lanes and lanes != ["device"] else entry.op_state(op).state
-    return f"{impl.name}: {text}" if impl.name else text
+def _cell(entry: Entry, impl: Impl) -> str:
+    lanes = [lane for lane in entry.lanes if entry.impl_state(impl, lane).ready]
+    text = f"ready ({', '.join(lanes)})" if lanes and lanes != ["device"] else entry.impl_state(impl).state
+    return f"{impl.name}: {text}{', when named' if impl.named else ''}" if impl.name else text
 
 
 def _status(entry: Entry) -> dict[str, str]:
@@ -535,6 +533,8 @@ def _given(spec: OpSpec, name: str, value: Any) -> Any:
         return None if value is None else "float"
     if isinstance(arg, ValueArg) and arg.choices and value not in arg.choices:
         raise ArgumentError(spec.name, name, "one of " + ", ".join(map(repr, arg.choices)), repr(value))
+    if isinstance(arg, ValueArg) and not arg.choices and value is not None:
+        return "off" if arg.off is not None and value == arg.off else "given"
     return value
 
 

@@ -35,6 +35,13 @@ class Impl:
         priority: among several that support a call, the highest is taken.
         graph_safe: can be captured into a graph and replayed with new values.
         deterministic: the same input gives the same bits.
+        named: taken only where it is named in full, ``decode_attention=cuda/flashinfer``; never by ``auto`` or by the
+            backend's bare name.
+        lanes: those of the backend's that it has; empty: all.
+        requires: distributions that it needs beside the backend's.
+        install: the command that brings them, for messages; without it ``pip install`` and the requirement.
+        probe: ``"pkg.module:function"``: () -> None, or why it can't run here.
+        note: what a reader of the support table must know of it.
     """
 
     fn: str | Callable[..., Any]
@@ -43,6 +50,19 @@ class Impl:
     priority: int = 0
     graph_safe: bool = False
     deterministic: bool = False
+    named: bool = False
+    lanes: Sequence[str] = ()
+    requires: Sequence[str] = ()
+    install: str = ""
+    probe: str | Callable[[], str | None] | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "requires"):
+            _words(f"an Impl's {name}", getattr(self, name))
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.named and not self.name:
+            raise ValueError(f"an Impl that is taken where it is named needs a name: {self.fn!r}")
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,11 @@ class Backend:
                     raise TypeError(f"{self.name}: ops[{op!r}]: expected an Impl or several; got {impl!r}")
                 if impl.name and not IMPL_NAME.fullmatch(impl.name):
                     raise ValueError(f"{self.name}: the name {impl.name!r} of an implementation of {op}")
+                unknown = [lane for lane in impl.lanes if lane not in self.lanes]
+                if unknown:
+                    raise ValueError(
+                        f"{self.name}: {op} has an Impl on the lane {unknown[0]!r}, which {self.name} has not"
+                    )
             names = [i.name for i in impls]
             if len(set(names)) != len(names):
                 raise ValueError(f"{self.name}: two implementations of {op} have one name: {names}")

@@ -195,10 +195,8 @@ def _named(
     backend, _, which = name.partition("/")
     entry = table.entries[backend]
     verdicts: list[Verdict] = []
-    for impl in entry.impls(spec.name) or (None,):
-        if which and impl is not None and impl.name != which:
-            continue
-        verdict, run = _judge(table, entry, impl, spec, sig, table.lane)
+    for impl in wanted(entry, spec.name, which) or (None,):
+        verdict, run = _judge(table, entry, impl, spec, sig, table.lane, which)
         if run is not None:
             chosen = Verdict(verdict.name, verdict.lane, "chosen")
             rest = _others(table, spec, sig, entry) if others else []
@@ -206,6 +204,25 @@ def _named(
             return explanation, Selection(run, entry, impl, explanation)
         verdicts.append(verdict)
     return told(None, [*verdicts, *_others(table, spec, sig, entry)]), None
+
+
+def wanted(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
+    """What ``backend`` or ``backend/which`` may take, in its order."""
+    return tuple(i for i in entry.impls(op) if i.name == which) if which else entry.usual(op)
+
+
+def _unnamed(table: Table, op: str, device: str) -> list[Verdict]:
+    """Those that `auto` leaves out because they are taken only where they are named, with their states."""
+    out = []
+    for entry in table.entries.values():
+        if entry.manifest is None or device not in entry.manifest.lanes.get("device", ()):
+            continue
+        for impl in entry.impls(op):
+            if impl.named:
+                state = entry.impl_state(impl)
+                reason = state.reason or f"taken where it is named: {op}={entry.title(impl)}"
+                out.append(Verdict(entry.title(impl), "device", state.state, reason, state.remedy))
+    return out
 
 
 def _others(table: Table, spec: OpSpec, sig: Signature, but: Entry) -> list[Verdict]:
@@ -233,7 +250,7 @@ def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Expl
     verdicts: list[Verdict] = []
     for entry, impl in candidates(table, spec.name, sig.device):
         if chosen is not None:
-            state = entry.state("device")
+            state = entry.impl_state(impl) if impl else entry.state("device")
             title = entry.title(impl) if impl else entry.name
             verdicts.append(Verdict(title, "device", state.state, state.reason, state.remedy))
             continue
@@ -242,13 +259,15 @@ def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Expl
             verdict = Verdict(verdict.name, "device", "chosen")
             chosen = verdict, entry, impl, run
         verdicts.append(verdict)
+    # Last: what comes before the chosen one is what was passed over.
+    unnamed = _unnamed(table, spec.name, sig.device)
     if chosen is None:
         verdict = _reference(spec, "chosen")
         chosen = verdict, None, None, spec.reference
         verdicts.append(verdict)
     else:
         verdicts.append(_reference(spec, "ready"))
-    explanation = Explanation(spec.name, str(sig), chosen[0], tuple(verdicts), source, False)
+    explanation = Explanation(spec.name, str(sig), chosen[0], (*verdicts, *unnamed), source, False)
     return explanation, Selection(chosen[3], chosen[1], chosen[2], explanation)
 
 
@@ -260,7 +279,7 @@ def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl | N
     found: list[tuple[Entry, Impl | None]] = [
         (entry, impl)
         for entry in table.entries.values()
-        for impl in (entry.impls(op) if entry.manifest else (None,))
+        for impl in (entry.usual(op) if entry.manifest else (None,))
         if entry.manifest is None or device in entry.manifest.lanes.get("device", ())
     ]
     return sorted(
@@ -275,19 +294,17 @@ def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl | N
 
 
 def _judge(
-    table: Table, entry: Entry, impl: Impl | None, spec: OpSpec, sig: Signature, lane: str
+    table: Table, entry: Entry, impl: Impl | None, spec: OpSpec, sig: Signature, lane: str, which: str = ""
 ) -> tuple[Verdict, Callable[..., Any] | None]:
     """May this implementation run this call? The function, if so."""
-    name = entry.title(impl) if impl else entry.name
+    name = entry.title(impl) if impl else f"{entry.name}/{which}" if which else entry.name
 
     def no(state: State) -> tuple[Verdict, None]:
         return Verdict(name, lane, state.state, state.reason, state.remedy), None
 
-    state = entry.state(lane)
-    if not state.ready:
+    state = entry.impl_state(impl, lane) if impl else entry.op_state(spec.name, lane, which)
+    if impl is None or not state.ready:
         return no(state)
-    if impl is None:
-        return no(entry.op_state(spec.name, lane))
     assert entry.manifest is not None
     devices = tuple(entry.manifest.lanes[lane])
     if sig.device not in devices:

@@ -265,6 +265,6 @@ def table() -> Mapping[str, Mapping[str, tuple[tuple[Impl, State], ...]]]:
         }
         for name, entry in current.entries.items():
             lane = current.lane if current.lane in entry.lanes else "device"
-            row[name] = tuple((impl, entry.state(lane)) for impl in entry.impls(op))
+            row[name] = tuple((impl, entry.impl_state(impl, lane)) for impl in entry.impls(op))
         rows[op] = MappingProxyType(row)
     return MappingProxyType(rows)

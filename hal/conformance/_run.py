@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
@@ -33,6 +33,9 @@ from hal.conformance._result import (
     Case,
     Result,
 )
+
+if TYPE_CHECKING:
+    from hal.registry._table import Table
 
 SILENCE = {"device": 120.0, "interpreter": 900.0, "lowered": 900.0}
 """Seconds without a word after which a case hangs, by lane."""
@@ -311,7 +314,7 @@ def judged(
         table.parse(backend, "{!r}")
         if "=" in backend or "," in backend or backend == "auto":
             raise SelectionError(f"hal: conformance: {backend!r}: expected one backend's name")
-    names = tuple(dict.fromkeys(ops or table.op_names))
+    names = tuple(dict.fromkeys(ops or _ops_of(table, backend)))
     specs = {name: table.spec(name) for name in names}
     cases = case_list(specs)
     began = time.monotonic()
@@ -354,6 +357,14 @@ def judged(
 
 
 SCHEMA = _report.SCHEMA
+
+
+def _ops_of(table: Table, backend: str) -> Sequence[str]:
+    """All ops; of one implementation that is named (``cuda/flashinfer``), those that it has."""
+    name, _, which = backend.partition("/")
+    if not which or name not in table.entries:
+        return table.op_names
+    return [op for op in table.op_names if any(i.name == which for i in table.entries[name].impls(op))]
 
 
 def core_ops() -> list[str]:

@@ -17,8 +17,9 @@ from hal.conformance._watch import code_of
 from hal.ops import spec as spec_of
 from hal.ops._spec import Signature
 from hal.registry import Impl
-from hal.registry._discover import resolve
+from hal.registry._discover import Entry, resolve
 from hal.registry._dispatch import dispatcher
+from hal.registry._select import wanted
 from hal.registry._table import live
 
 
@@ -130,20 +131,28 @@ class RegistryTarget:
             )
         return cls(backend, lane, where, tuple(manifest.limits))
 
+    @property
+    def entry(self) -> Entry:
+        return live.current().entries[self.backend.partition("/")[0]]
+
+    def impls(self, op: str) -> tuple[Impl, ...]:
+        """What is judged: what the backend's name may take, or the one implementation that is named."""
+        return wanted(self.entry, op, self.backend.partition("/")[2])
+
     def ready(self, op: str) -> str | None:
         if self.backend == "reference":
             return None
-        entry = live.current().entries[self.backend]
-        state = entry.op_state(op, self.lane)
-        return None if state.ready else str(state)
+        states = [self.entry.impl_state(i, self.lane) for i in self.impls(op)]
+        if not states:
+            return str(self.entry.op_state(op, self.lane)) if "/" not in self.backend else "unimplemented"
+        return None if any(s.ready for s in states) else str(states[0])
 
     def bound(self, op: str, arguments: Mapping[str, Any] | None = None) -> Bound:
-        table = live.current()
         if arguments is None:
             return self.implementations(op)[0]
         told = hal.explain(op, backend=self.backend, **arguments)
         if told.chosen is None:
-            mine = [v for v in told.verdicts if v.name.partition("/")[0] == self.backend]
+            mine = [v for v in told.verdicts if v.name.partition("/")[0] == self.entry.name]
             if all(v.state == "rejected" for v in mine):
                 raise NoBackendError("; ".join(v.reason for v in mine))
             raise BackendError("; ".join(f"{v.name} is {v.state}: {v.reason}" for v in mine))
@@ -151,8 +160,7 @@ class RegistryTarget:
         fn = getattr(space, op)
         if self.backend == "reference":
             return Bound(fn, always, "reference", graph_safe=op != "kv_transfer")
-        entry = table.entries[self.backend]
-        impl = next(i for i in entry.impls(op) if entry.title(i) == told.chosen.name)
+        impl = next(i for i in self.impls(op) if self.entry.title(i) == told.chosen.name)
         return self._bound(impl, told.chosen.name, fn)
 
     def implementations(self, op: str) -> tuple[Bound, ...]:
@@ -160,10 +168,10 @@ class RegistryTarget:
         spec = table.spec(op)
         if self.backend == "reference":
             return (Bound(spec.reference, always, "reference", graph_safe=op != "kv_transfer"),)
-        entry = table.entries[self.backend]
+        entry = self.entry
         out = []
-        for impl in entry.impls(op):
-            fn = entry.bind(impl, spec.signature)
+        for impl in self.impls(op):
+            fn = entry.bind(impl, spec.signature) if entry.impl_state(impl, self.lane).ready else None
             if callable(fn):
                 out.append(self._bound(impl, entry.title(impl), fn))
         return tuple(out)
@@ -182,10 +190,11 @@ class RegistryTarget:
             reference = code_of(live.current().spec(op).reference)
             if reference is not None:
                 out[reference] = "hal's reference"
-        for name, entry in live.current().entries.items():
-            if name == self.backend:
-                continue
+        mine = () if self.backend == "reference" else self.impls(op)
+        for entry in live.current().entries.values():
             for impl in entry.impls(op):
+                if impl in mine:
+                    continue
                 fn = impl.fn
                 if isinstance(fn, str):
                     # Only what is imported can run; nothing is imported to look at it.
@@ -193,7 +202,7 @@ class RegistryTarget:
                     fn = getattr(sys.modules.get(module), attribute, None)  # type: ignore[assignment]
                 code = code_of(fn) if callable(fn) else None
                 if code is not None:
-                    out[code] = name
+                    out[code] = entry.title(impl)
         return out
 
 

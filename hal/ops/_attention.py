@@ -52,7 +52,7 @@ def indices_arg() -> TensorArg:
 
 def value_args() -> dict[str, ValueArg | ScaleArg]:
     return {
-        "scale": ValueArg(), "sliding_window": ValueArg(), "logit_cap": ValueArg(),
+        "scale": ValueArg(), "sliding_window": ValueArg(off=-1), "logit_cap": ValueArg(off=0.0),
         "k_scale": ScaleArg(), "v_scale": ScaleArg(),
     }  # fmt: skip
 

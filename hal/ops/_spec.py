@@ -74,9 +74,11 @@ class ScaleArg:
 
 @dataclass(frozen=True)
 class ValueArg:
-    """A plain value. `choices` lists those allowed; without, the op's own check looks at it."""
+    """A plain value. `choices` lists those allowed; without, the op's own check looks at it, and all that selection
+    may know of it is whether it is None, or `off`, a value that asks for nothing."""
 
     choices: tuple[Any, ...] = ()
+    off: int | float | None = None
 
 
 Arg = TensorArg | PoolArg | ScaleArg | ValueArg
@@ -134,7 +136,7 @@ class Signature(Mapping[str, Any]):
     classes, keyword values. Never a batch size, a number of tokens or of slots.
 
     ``sig["q"]`` is a `TensorSig`, `PoolSig`, None, or a plain value. A scale is ``"float"`` or a
-    `TensorSig` ``[1]``, and a value without listed choices, such as a range of layers, is ``"given"``.
+    `TensorSig` ``[1]``, and a value without listed choices, such as a range of layers, is ``"given"`` (or ``"off"``).
     ``sig.dims`` has the static dims by name. ``sig.device`` is the call's device type.
     """
 
@@ -296,7 +298,7 @@ class OpSpec:
                 if value is not None and isinstance(arg, ScaleArg):
                     sig[name] = "float"
                 elif value is not None and isinstance(arg, ValueArg) and not arg.choices:
-                    sig[name] = "given"
+                    sig[name] = "off" if arg.off is not None and value == arg.off else "given"
                 continue
             if found.type != "cpu":
                 accel.setdefault((found.type, found.index), name)
@@ -350,7 +352,8 @@ class OpSpec:
             elif isinstance(arg, ValueArg):
                 # Ranges and the like are values that no `supports` may look into.
                 # The class too: 1 and 1.0 are True to a dict.
-                parts.append(f"{name}.__class__, {name}" if arg.choices else f"{name} is None")
+                known = f"{name} is None" if arg.off is None else f"{name} == {arg.off!r}"
+                parts.append(f"{name}.__class__, {name}" if arg.choices else known)
             else:
                 one = self._tensor_key(name, arg)
                 parts.append(
