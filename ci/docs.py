@@ -174,21 +174,29 @@ def errors(s: OpSpec) -> str:
 
 def implementations(s: OpSpec) -> str:
     rows = [
-        ["`reference`", "any", f"[hal/ops/{s.name}.py](../../hal/ops/{s.name}.py), plain torch", "", "yes"]
+        [
+            "`reference`",
+            "any",
+            f"[hal/ops/{s.name}.py](../../hal/ops/{s.name}.py), plain torch",
+            "",
+            "yes",
+            "",
+        ]
     ]
     lacking = []
     for backend, manifest in manifests().items():
         for impl in manifest.impls(s.name):
             title = f"`{backend}/{impl.name}`" if impl.name else f"`{backend}`"
-            where = ", ".join(f"{'/'.join(d)} ({lane})" for lane, d in manifest.lanes.items())
+            lanes = impl.lanes or tuple(manifest.lanes)
+            where = ", ".join(f"{'/'.join(manifest.lanes[lane])} ({lane})" for lane in lanes)
             module = str(impl.fn).partition(":")[0].removeprefix("hal.").replace(".", "/") + ".py"
-            rows.append(
-                [title, where, f"[{module}](../../{module})", yes(impl.graph_safe), yes(impl.deterministic)]
-            )
+            source = f"[{module}](../../{module})"
+            note = "; ".join(filter(None, [impl.named and "where it is named", impl.note, *impl.requires]))
+            rows.append([title, where, source, yes(impl.graph_safe), yes(impl.deterministic), note])
         if not manifest.impls(s.name):
             lacking.append(f"`{backend}`")
-    told = table(["implementation", "tensors on (lane)", "source", "graph safe", "deterministic"], rows)
-    return told + (f"\n\nNot in {', '.join(lacking)}." if lacking else "")
+    head = ["implementation", "tensors on (lane)", "source", "graph safe", "deterministic", "note"]
+    return table(head, rows) + (f"\n\nNot in {', '.join(lacking)}." if lacking else "")
 
 
 def yes(flag: bool) -> str:
@@ -284,15 +292,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def matrix(to: str) -> str:
     """Ops x backends; `to`: the folder of the pages, from where the table stands."""
-    rows = []
-    for op in BUILTIN:
-        cells = [cell(m, op) for m in manifests().values()]
-        rows.append([f"[`{op}`]({to}{op}.md)", "yes", *cells])
-    return table(["op", "reference", *manifests()], rows)
+    rows = [[f"[`{op}`]({to}{op}.md)", "yes", *(cell(m, op) for m in manifests().values())] for op in BUILTIN]
+    several = [i for m in manifests().values() for op in BUILTIN for i in m.impls(op) if i.named]
+    notes = "; ".join(sorted({i.note for i in several if i.note}))
+    foot = "\n\n\\* taken where it is named, as in `HAL_BACKEND=cuda,decode_attention=cuda/flashinfer`"
+    return table(["op", "reference", *manifests()], rows) + (f"{foot}; {notes}" if several else "")
 
 
 def cell(manifest: Backend, op: str) -> str:
-    return ", ".join(f"`{i.name}`" if i.name else "yes" for i in manifest.impls(op)) or "–"
+    """``yes``, and the names of those that have one."""
+    found = [f"`{i.name}`" + ("\\*" if i.named else "") if i.name else "yes" for i in manifest.impls(op)]
+    return ", ".join(found) or "–"
 
 
 def index() -> str:

@@ -25,6 +25,15 @@ def hal_backend() -> Backend:
                 f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"
             ),
             "kv_transfer": Impl(f"{_HERE}.kv_transfer:kv_transfer", supports=f"{_HERE}.kv_transfer:supports"),
+            "decode_attention": Impl(
+                f"{_HERE}.decode_attention_fused:decode_attention",
+                f"{_HERE}.decode_attention_fused:supports",
+                name="fused",
+                priority=-1,
+                named=True,
+                lanes=("device",),
+                note="adapter: not run on a device",
+            ),
         },
         requires={
             "device": ("torch-npu>=2.6", "triton-ascend>=3.2,<3.3"),
@@ -32,6 +41,7 @@ def hal_backend() -> Backend:
         },
         probe={"device": f"{_HERE}._probe:device", "lowered": f"{_HERE}._probe:lowered"},
         limits={
+            "adapter": "an adapter hands on what its library takes as it is",
             "fp8": "triton-ascend 3.2.0 has no fp8 tensors",
             "head_dim": "a head must fit one tile of the unified buffer: at most 2048 elements",
             "device_slots": "a kernel can't reach host memory: between device and host, slots are on the CPU",

@@ -5,13 +5,37 @@ from hal.registry import Backend, Impl, hookimpl
 _HERE = "hal.backends.cuda"
 
 
+def _adapter(op: str, name: str, requires: str, **more: str) -> Impl:
+    """Another library's kernel, taken where it is named."""
+    module = f"{_HERE}.{op}_{name}"
+    return Impl(
+        f"{module}:{op}", f"{module}:supports", name, priority=-1, named=True, lanes=("device",), requires=(requires,),
+        note="adapter: not run on a device", **more,
+    )  # fmt: skip
+
+
+_ADAPTERS = {
+    "decode_attention": (
+        _adapter("decode_attention", "flashinfer", "flashinfer-python>=0.6"),
+        _adapter(
+            "decode_attention", "fa3", "flash-attn-3>=3.0.0",
+            install="git clone https://github.com/Dao-AILab/flash-attention; pip install ./flash-attention/hopper",
+            probe=f"{_HERE}.decode_attention_fa3:probe",
+        ),
+    ),
+}  # fmt: skip
+
+
 @hookimpl
 def hal_backend() -> Backend:
     return Backend(
         name="cuda",
         lanes={"device": ("cuda",), "interpreter": ("cpu",)},
         ops={
-            op: Impl(f"{_HERE}.{op}:{op}", supports=f"{_HERE}.{op}:supports", graph_safe=True, deterministic=exact)
+            op: (
+                Impl(f"{_HERE}.{op}:{op}", supports=f"{_HERE}.{op}:supports", graph_safe=True, deterministic=exact),
+                *_ADAPTERS.get(op, ()),
+            )
             for op, exact in (
                 ("get_last_loc", True),
                 ("assign_extend_cache_locs", True),
@@ -36,6 +60,7 @@ def hal_backend() -> Backend:
         extra="cuda",
         probe={"device": f"{_HERE}.warmup:device", "interpreter": f"{_HERE}.warmup:interpreter"},
         limits={
+            "adapter": "an adapter hands on what its library takes as it is",
             "fp8": "fp8 caches need compute capability 8.9 or later",
             "head_dim": "attention has heads of at most 576 elements",
             "pinned": "a kernel reaches host memory only where it is pinned",
