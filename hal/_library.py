@@ -245,10 +245,11 @@ def _empty(spec: OpSpec, made: TensorArg) -> str:
 def _size(spec: OpSpec, tensors: Mapping[str, TensorArg], dim: str) -> str:
     """The expression for a size, by a tensor that has it in one place whatever its rank."""
     for name, arg in tensors.items():
-        for i in (lambda a: a.index(dim), lambda a: a.index(dim) - len(a)):
-            where = {i(a) for a in arg.alternatives if dim in a}
-            if len(where) == 1 and all(dim in a for a in arg.alternatives):
-                return f"{name}.shape[{where.pop()}]"
+        if all(dim in a for a in arg.alternatives):
+            for end in (False, True):
+                where = {a.index(dim) - (len(a) if end else 0) for a in arg.alternatives}
+                if len(where) == 1:
+                    return f"{name}.shape[{where.pop()}]"
     raise TypeError(f"{spec.name}: the contract does not say where {dim}, a size of its result, is from")
 
 

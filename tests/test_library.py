@@ -19,7 +19,7 @@ import hal
 from hal import _library
 from hal.kvpool import KVPool
 from hal.ops import BUILTIN, spec
-from hal.ops._spec import FP8, OpSpec, Sample, TensorArg
+from hal.ops._spec import FP8, OpSpec, PoolArg, Sample, TensorArg
 
 pytestmark = pytest.mark.usefixtures("fresh")
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -108,10 +108,9 @@ def test_schema_says_what_is_written(op: str) -> None:
         written = {
             a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
         }
-        expected = set(s.mutated) - set(form.without)
-        assert {
-            n.removesuffix("_k").removesuffix("_v") if n.startswith("dst_") else n for n in written
-        } == expected
+        pools = {n for n, a in s.args.items() if isinstance(a, PoolArg)}
+        halves = {f"{n}_{x}" for n in pools & set(s.mutated) for x in "kv"}
+        assert written == set(s.mutated) - pools - set(form.without) | halves
         assert (len(func._schema.returns) == 1) == (form.result is not None)
 
 

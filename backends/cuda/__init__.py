@@ -5,12 +5,12 @@ from hal.registry import Backend, Impl, hookimpl
 _HERE = "hal.backends.cuda"
 
 
-def _adapter(op: str, name: str, requires: str, **more: str) -> Impl:
+def _adapter(op: str, name: str, requires: str, install: str = "", probe: str | None = None) -> Impl:
     """Another library's kernel, taken where it is named."""
     module = f"{_HERE}.{op}_{name}"
     return Impl(
         f"{module}:{op}", f"{module}:supports", name, priority=-1, named=True, lanes=("device",), requires=(requires,),
-        note="adapter: not run on a device", **more,
+        install=install, probe=probe, note="adapter: not run on a device",
     )  # fmt: skip
 
 
