@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from hal._library import torch_ops
     from hal.kvpool import KVPool, SlotAllocator
     from hal.paging import num_new_pages
-    from hal.registry._dispatch import bind, explain, info, warmup
+    from hal.registry._dispatch import bind, explain, warmup
+    from hal.registry._info import info
     from hal.registry._table import configure, register, reload, unregister, use
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
 _LAZY = {
     "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool", "num_new_pages": "hal.paging",
     "torch_ops": "hal._library",
-    "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._dispatch",
+    "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._info",
     "warmup": "hal.registry._dispatch",
     "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",
     "unregister": "hal.registry._table", "use": "hal.registry._table",

@@ -128,8 +128,7 @@ def explain(
     Example: hal explain rope_kv_write 'q=bf16[64,32,192]@npu:0' --backend ascend
     """
     import hal
-    from hal._notation import parse_argument
-    from hal.registry._dispatch import example_signature
+    from hal._notation import example_signature, parse_argument
     from hal.registry._table import live
 
     spec = live.current().spec(op)

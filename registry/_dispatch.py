@@ -1,4 +1,4 @@
-"""The dispatched functions (``hal.rope_kv_write``), `bind`, `explain`, `info` and `warmup`.
+"""The dispatched functions (``hal.rope_kv_write``), `bind`, `explain` and `warmup`.
 
 A dispatched function is generated from the op's contract: it builds the lean key of the call, finds
 the bound function that was selected for that key, and calls it positionally. Only a call of a new
@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hal import _env
 from hal._errors import ArgumentError, BackendError, HalError, NoBackendError, SelectionError
-from hal._version import __version__
-from hal.ops._spec import (
-    KEY_NAMES,
-    SHORT,
-    OpSpec,
-    PoolArg,
-    PoolSig,
-    ScaleArg,
-    Signature,
-    TensorArg,
-    TensorSig,
-    ValueArg,
-)
+from hal.ops._spec import KEY_NAMES, OpSpec, Signature
 from hal.registry import _config, _select
 from hal.registry._discover import Entry, State, resolve
 from hal.registry._manifest import Impl
@@ -402,161 +387,3 @@ def warmup(
                 raise BackendError(f"hal: warmup: {name} raised {type(e).__name__}: {e}") from e
             seconds[name] = time.perf_counter() - begin
     return seconds
-
-
-def info() -> dict[str, Any]:
-    """Everything that an operator asks: backends with states and reasons, the op x backend table, the environment.
-
-    Returns:
-        Plain data, as ``hal info --json`` prints it.
-    """
-    table = live.current()
-    backends = []
-    for name, entry in table.entries.items():
-        lanes = {lane: _state(entry.state(lane)) for lane in entry.lanes} or {"device": _state(entry.state())}
-        backends.append({"name": name, "origin": entry.origin, "distribution": entry.distribution, "lanes": lanes,
-                         "limits": dict(entry.manifest.limits) if entry.manifest else {},
-                         "status": _status(entry)})  # fmt: skip
-    rows: dict[str, dict[str, Any]] = {}
-    for op in table.op_names:
-        rows[op] = {"reference": ["ready"]}
-        for name, entry in table.entries.items():
-            rows[op][name] = [_cell(entry, impl) for impl in entry.impls(op)] or ["unimplemented"]
-    return {
-        "hal": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lane": table.lane,
-        "backends": backends,
-        "ops": rows,
-        "environment": [_variable(table, n) for n in _env.VARIABLES],
-        "foreign_variables": table.foreign,
-        "blocked_plugins": list(table.found.blocked),
-    }
-
-
-def _cell(entry: Entry, impl: Impl) -> str:
-    lanes = [lane for lane in entry.lanes if entry.impl_state(impl, lane).ready]
-    text = f"ready ({', '.join(lanes)})" if lanes and lanes != ["device"] else entry.impl_state(impl).state
-    return f"{impl.name}: {text}{', when named' if impl.named else ''}" if impl.name else text
-
-
-def _status(entry: Entry) -> dict[str, str]:
-    """What a ready backend says of itself; an exception is what it says then."""
-    told = entry.manifest.status if entry.manifest else None
-    if told is None or not any(entry.state(lane).ready for lane in entry.lanes):
-        return {}
-    try:
-        return {str(k): str(v) for k, v in resolve(told)().items()}
-    except Exception as e:
-        return {"status": f"{type(e).__name__}: {e}"}
-
-
-def _variable(table: Table, name: str) -> dict[str, str]:
-    """A variable's value in force and who set it."""
-    setting = {"HAL_BACKEND": "backend", "HAL_FALLBACK": "fallback", "HAL_CHECKS": "checks"}.get(name, "")
-    if table.settings.get(setting):
-        return {"name": name, "value": str(table.settings[setting]), "source": "hal.configure"}
-    if os.environ.get(name, "").strip():
-        return {"name": name, "value": os.environ[name], "source": "environment"}
-    default = _env.cache_dir() if name == "HAL_CACHE_DIR" else _env.get(name)
-    return {
-        "name": name,
-        "value": default or {"HAL_BACKEND": "auto", "HAL_PLUGINS": "all"}.get(name, ""),
-        "source": "default",
-    }
-
-
-def _state(state: State) -> dict[str, str]:
-    return {"state": state.state, "reason": state.reason, "remedy": state.remedy, "detail": state.detail}
-
-
-def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
-    """A `Signature` from a few arguments in the notation of the error texts.
-
-    The rest is as in the op's plainest example, in the sizes, dtype and device of those that are given.
-
-    Args:
-        given: name -> `TensorSig`, `PoolSig`, or a plain value.
-
-    Raises:
-        ArgumentError: an argument that the op has not, or that its contract rules out.
-    """
-    sig = spec.sign(spec.make())
-    known = dict(sig)
-    dims = dict(sig.dims)
-    set_by: dict[str, str] = {}
-    device, index = "cpu", None
-    for name, value in given.items():
-        if name not in spec.args:
-            near = _env.did_you_mean(name, spec.args)
-            raise ArgumentError(spec.name, name, f"one of {', '.join(spec.args)}", f"no such argument{near}")
-        known[name] = _given(spec, name, value)
-        if isinstance(value, TensorSig):
-            for d, size in _sizes(spec, name, value).items():
-                if dims.get(d) != size and d in set_by:
-                    raise ArgumentError(spec.name, name, f"{d} = {dims[d]}, as in {set_by[d]}", str(value))
-                dims[d] = size
-                set_by[d] = name
-        if isinstance(value, TensorSig | PoolSig) and value.device != "cpu":
-            device, index = value.device, getattr(value, "index", None)
-    dtype = next((v.dtype for v in given.values() if isinstance(v, TensorSig)), None)
-    for name, value in known.items():
-        if name not in given and isinstance(value, TensorSig):
-            known[name] = _like(spec, name, value, dims, dtype, device, index)
-    return Signature(spec.name, known, device, index, {d: n for d, n in dims.items() if d in spec.static})
-
-
-def _given(spec: OpSpec, name: str, value: Any) -> Any:
-    """One argument as selection sees it."""
-    arg = spec.args[name]
-    if isinstance(arg, TensorArg):
-        if value is None and arg.optional:
-            return None
-        if not isinstance(value, TensorSig):
-            raise ArgumentError(
-                spec.name, name, f"a tensor such as bf16[{arg.dims.split('|')[0]}]", repr(value)
-            )
-        dtypes = arg.dtypes if not isinstance(arg.dtypes, str) else spec.args[arg.dtypes].dtypes  # type: ignore[union-attr]
-        if value.dtype not in dtypes:
-            expected = " or ".join(SHORT[d] for d in dtypes if isinstance(d, torch.dtype))
-            raise ArgumentError(spec.name, name, f"dtype {expected}", str(value))
-        shape = tuple(
-            n if d in spec.static else None
-            for d, n in zip(_sizes(spec, name, value), value.example, strict=True)
-        )
-        return replace(value, shape=shape)
-    if isinstance(arg, PoolArg) != isinstance(value, PoolSig) or isinstance(value, TensorSig):
-        expected = "KVPool(LAYOUT,DTYPE[HxD]@DEVICE)" if isinstance(arg, PoolArg) else "a plain value"
-        raise ArgumentError(spec.name, name, expected, str(value))
-    if isinstance(arg, ScaleArg):
-        return None if value is None else "float"
-    if isinstance(arg, ValueArg) and arg.choices and value not in arg.choices:
-        raise ArgumentError(spec.name, name, "one of " + ", ".join(map(repr, arg.choices)), repr(value))
-    if isinstance(arg, ValueArg) and not arg.choices and value is not None:
-        return "off" if arg.off is not None and value == arg.off else "given"
-    return value
-
-
-def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
-    arg = spec.args[name]
-    assert isinstance(arg, TensorArg)
-    names = spec.dims_of(arg, value.ndim)
-    if not names:
-        raise ArgumentError(
-            spec.name, name, " or ".join(f"[{a.strip()}]" for a in arg.dims.split("|")), str(value)
-        )
-    return dict(zip(names, value.example, strict=True))
-
-
-def _like(
-    spec: OpSpec, name: str, value: TensorSig, dims: Mapping[str, int], dtype: torch.dtype | None,
-    device: str, index: int | None,
-) -> TensorSig:  # fmt: skip
-    """An argument of the plain example, in the sizes, dtype and device of those that were given."""
-    names = spec.dims_of(spec.args[name], value.ndim)
-    example = tuple(dims.get(d, n) for d, n in zip(names, value.example, strict=True))
-    shape = tuple(n if d in spec.static else None for d, n in zip(names, example, strict=True))
-    follow = dtype is not None and dtype.is_floating_point and value.dtype == torch.bfloat16
-    like = dtype if follow and dtype is not None else value.dtype
-    return replace(value, dtype=like, device=device, shape=shape, index=index, example=example)

@@ -19,11 +19,11 @@ from plugins import Plugins, manifest
 
 import hal
 from hal._env import nearest
+from hal._notation import example_signature
 from hal.ops import spec
 from hal.ops._spec import Signature, TensorSig
 from hal.registry import _select
 from hal.registry._config import parse
-from hal.registry._dispatch import example_signature
 from hal.registry._table import live
 
 TABLE = torch.tensor([[7, 8]], dtype=torch.int32)
