@@ -207,7 +207,7 @@ SPEC = OpSpec(
         ),
         Sample("one", {"bs": 1, "longest": 9, "lengths": "full"}),
         Sample("one-key-each", {"longest": 1, "lengths": "full"}),
-        Sample("no-requests", {"bs": 0}),
+        Sample("no-requests", {"bs": 0}, control="one"),
         Sample("all-empty", {"lengths": "empty"}),
         Sample("skewed", {"bs": 9, "lengths": "skewed", "longest": 200}),
         Sample("long", {"bs": 2, "lengths": "full", "longest": 1500, "slots": 3200, "q_heads": 2, "kv_heads": 1}),
