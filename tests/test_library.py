@@ -27,16 +27,18 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 class Recorder(TorchDispatchMode):
-    """What is called of the namespace ``hal``, with which arguments."""
+    """What is called of the namespace ``hal``, with which arguments. It is not run: a second run of an op that writes
+    what is there already would look as if it wrote nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "hal":
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func.namespace != "hal":
+            return func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}))
+        return torch.empty(0) if func._schema.returns else None
 
 
 def recorded(op: str, arguments: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
