@@ -298,7 +298,9 @@ class OpSpec:
                 if value is not None and isinstance(arg, ScaleArg):
                     sig[name] = "float"
                 elif value is not None and isinstance(arg, ValueArg) and not arg.choices:
-                    sig[name] = "off" if arg.off is not None and value == arg.off else "given"
+                    # Of what is no number at all, == may say anything.
+                    asked = arg.off is None or type(value) not in (int, float) or value != arg.off
+                    sig[name] = "given" if asked else "off"
                 continue
             if found.type != "cpu":
                 accel.setdefault((found.type, found.index), name)
@@ -352,7 +354,7 @@ class OpSpec:
             elif isinstance(arg, ValueArg):
                 # Ranges and the like are values that no `supports` may look into.
                 # The class too: 1 and 1.0 are True to a dict.
-                known = f"{name} is None" if arg.off is None else f"{name} == {arg.off!r}"
+                known = f"{name} is None" if arg.off is None else f"{name}.__class__, {name} == {arg.off!r}"
                 parts.append(f"{name}.__class__, {name}" if arg.choices else known)
             else:
                 one = self._tensor_key(name, arg)
