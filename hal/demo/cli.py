@@ -145,16 +145,25 @@ def _reference_for_what_lacks(console: Console) -> Iterator[None]:
     current, rows = live.current(), table()
     levels = current.levels(None, _config.scope.get())
     named = {op: _select.decide(levels, op) for op in OPS}
-    lacking = [
-        op for op, (name, _) in named.items() if name != "auto" and not rows[op][name.partition("/")[0]]
-    ]
+
+    def lacks(op: str) -> bool:
+        backend, _, which = named[op][0].partition("/")
+        if which or backend == "auto":
+            return False
+        if backend == "reference" or not current.entries[backend].state(current.lane).ready:
+            return False  # not its ops are what lacks: the first call says what does
+        # Those that a bare name takes, in the lane that runs.
+        impls = [i for i, _ in rows[op][backend] if not i.named and (not i.lanes or current.lane in i.lanes)]
+        return not impls
+
+    lacking = [op for op in OPS if lacks(op)]
     if not lacking:
         yield
         return
     names = ", ".join(sorted({named[op][0] for op in lacking}))
     instead = ",".join(f"{op}=reference" for op in lacking)
     console.print(
-        f"[yellow]{escape(names)} has no {', '.join(lacking)}: these run on reference, as {named[lacking[0]][1]} "
+        f"[yellow]{escape(names)} has no {', '.join(lacking)} here: these run on reference, as {named[lacking[0]][1]} "
         f"with ,{instead} would say[/]",
         highlight=False,
     )

@@ -170,7 +170,8 @@ def test_a_named_backend_that_lacks_ops_is_told_of_and_reference_named_for_those
             assert cli.main(["a", "b"], max_tokens=4) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert (
-            "few has no alloc_decode, extend_attention, decode_attention: these run on reference, as" in said
+            "few has no alloc_decode, extend_attention, decode_attention here: these run on reference, as"
+            in said
         )
         assert (
             "with ,alloc_decode=reference,extend_attention=reference,decode_attention=reference would say"
@@ -183,6 +184,11 @@ def test_a_named_backend_that_lacks_ops_is_told_of_and_reference_named_for_those
         assert "these run on reference" not in capsys.readouterr().out
     finally:
         hal.unregister("few")
+
+
+def test_a_named_backend_that_cannot_run_is_an_error_and_no_reason_for_reference(small: Any) -> None:
+    with hal.use("ascend"), pytest.raises(hal.NoBackendError, match="ascend"):
+        cli.main(["a"], max_tokens=2)
 
 
 @pytest.mark.parametrize(
