@@ -28,7 +28,7 @@ COUNT, BYTES, COPIES = 16, 20, 24
 # Values of ERROR.
 BOUNDS, RACE, WILD, MEMORY = 1, 2, 3, 4
 # Bits of an access.
-WRITE, COPY, ATOMIC = 1, 2, 8
+WRITE, COPY = 1, 2
 
 SIZES = {
     "i1": 1,
@@ -45,9 +45,6 @@ SIZES = {
 
 _LOAD = re.compile(r"^(\s*%[\w.]+ = load (?:volatile )?)([^,]+), ptr (%[\w.]+|@[\w.]+)(.*)$")
 _STORE = re.compile(r"^(\s*store (?:volatile )?)(.+), ptr (%[\w.]+|@[\w.]+)((?:, (?:align|!).*)?)$")
-_ATOMIC = re.compile(
-    r"^(\s*%[\w.]+ = (?:atomicrmw (?:volatile )?\w+|cmpxchg (?:weak )?(?:volatile )?) ?ptr )(%[\w.]+)(, (\w+) .*)$"
-)
 _ALLOCA = re.compile(r"^\s*(%[\w.]+) = alloca ")
 _DEFINE = re.compile(r"^define void @([\w.$]+)\((.*?)\)", re.M)
 _DECLARE = re.compile(r"^declare [^@]*@([\w.]+)\(.*$", re.M)
@@ -141,10 +138,6 @@ def _checked(line: str, number: int, own: set[str], kernel: str) -> list[str]:
             return [line]
         to, check = via(pointer, value.split()[0], WRITE)
         return [check, f"{head}{value}, ptr {to}{tail}"]
-    if match := _ATOMIC.match(line):
-        head, pointer, tail, type_ = match.groups()
-        to, check = via(pointer, type_, WRITE | ATOMIC)
-        return [check, f"{head}{to}{tail}"]
     code = line.split(";")[0]
     if (
         re.search(r"\b(load|store|atomicrmw|cmpxchg)\b", code)
@@ -225,8 +218,8 @@ def _word(index: int, pointer: str = "%s") -> str:
 RUNTIME = f"""
 @hal_s = internal global ptr null
 
-declare void @llvm.memcpy.inline.hal(ptr, ptr, i64, i1)
 declare i64 @llvm.ctlz.i64(i64, i1)
+declare ptr @malloc(i64)
 
 define internal void @hal_fail(i64 %kind, i64 %arg, i64 %offset, i64 %size, i64 %access, i64 %other) noinline {{
   %s = load ptr, ptr @hal_s
@@ -267,6 +260,7 @@ define internal ptr @hal_sink(i64 %access) {{
 }}
 
 ; Buffers of a program: power-of-two blocks, a free list for each size, all forgotten between programs.
+; Where the arena is full, the launch has failed, but the program goes on to its end: untraced, it needs the memory.
 ; They are filled with 0x7f (large in every integer type, large or NaN in every float): a program must not
 ; depend on what its buffers held before.
 define internal void @hal_reset() {{
@@ -310,14 +304,14 @@ fresh:
   br i1 %full, label %fail, label %bump
 fail:
   call void @hal_fail(i64 {MEMORY}, i64 0, i64 0, i64 %size, i64 0, i64 0)
-  %lo.p = {_word(ARENA)}
-  %lo = load i64, ptr %lo.p
+  %more = call ptr @malloc(i64 %whole)
+  %beyond = ptrtoint ptr %more to i64
   br label %take
 bump:
   store i64 %after, ptr %next.p
   br label %take
 take:
-  %at = phi i64 [ %next, %bump ], [ %lo, %fail ]
+  %at = phi i64 [ %next, %bump ], [ %beyond, %fail ]
   %label = inttoptr i64 %at to ptr
   store i64 %class, ptr %label
   %payload = add i64 %at, 64
@@ -507,7 +501,7 @@ define linkonce_odr bfloat @__truncsfbf2(float %x) {{
   ret bfloat %y
 }}
 @llvm.used = appending global [1 x ptr] [ptr @__truncsfbf2], section "llvm.metadata"
-""".replace("declare void @llvm.memcpy.inline.hal(ptr, ptr, i64, i1)\n", "")
+"""
 """The runtime that every kernel is compiled with."""
 
 AT_UNTRACED = """
@@ -663,10 +657,7 @@ count:
   %base.p = {_word(BASE, "%e")}
   %base = load ptr, ptr %base.p
   %real = getelementptr i8, ptr %base, i64 %off
-  %atomic = icmp uge i64 %access, {ATOMIC}
-  br i1 %atomic, label %give, label %shadow
-give:
-  ret ptr %real
+  br label %shadow
 shadow:
   %writers.p = {_word(WRITERS, "%e")}
   %writers = load ptr, ptr %writers.p

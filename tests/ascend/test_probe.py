@@ -1,4 +1,4 @@
-"""Why the backend can't run: each state told apart, by stand-in packages on a path of their own."""
+"""Why the backend can't run, on either lane: each state told apart, by stand-in packages on a path of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hal import lowered
+from hal.lowered import toolchain
+
 pytestmark = pytest.mark.anywhere
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +19,12 @@ TORCH = "class version:\n    cuda = {cuda!r}\n__version__ = '2.13.0'\n{npu}"
 NPU = """class npu:
     is_available = staticmethod(lambda: {available})
     device_count = staticmethod(lambda: {count})
+"""
+
+SILENT = """class npu:
+    @staticmethod
+    def is_available():
+        raise RuntimeError('dcmi timed out')
 """
 
 
@@ -144,3 +153,80 @@ def test_no_device(ascend: Path, available: bool, count: int) -> None:
     torch_is(ascend, available=available, count=count)
     package(ascend, "torch_npu", "", "2.13.0")
     assert probe(ascend).startswith("no NPU: torch_npu sees none")
+
+
+def test_a_driver_that_does_not_answer(ascend: Path) -> None:
+    package(ascend, "torch", TORCH.format(cuda=None, npu=SILENT), "2.13.0")
+    package(ascend, "torch_npu", "", "2.13.0")
+    assert probe(ascend).startswith("torch_npu loaded but its driver does not answer (dcmi timed out)")
+
+
+def test_a_torch_npu_that_adds_nothing(ascend: Path) -> None:
+    package(ascend, "torch", TORCH.format(cuda=None, npu=""), "2.13.0")
+    package(ascend, "torch_npu", "", "2.13.0")
+    assert probe(ascend).startswith("torch_npu loaded but its driver does not answer")
+
+
+# --- the lowered lane ---
+
+
+def installed(folder: Path, *without: str, **versions: str) -> None:
+    """The distributions that the lane needs, as a path of their own."""
+    for name, version in {**{n: v or "9.9" for n, v in toolchain.NEEDED.items()}, **versions}.items():
+        if name not in without:
+            info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "triton/backends/ascend").mkdir(parents=True)
+    (folder / "triton/__init__.py").write_text("")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all the packages there are."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    return tmp_path
+
+
+def test_tools_all_there(elsewhere: Path) -> None:
+    installed(elsewhere)
+    assert toolchain.missing() is None
+
+
+@pytest.mark.parametrize("name", sorted(toolchain.NEEDED))
+def test_a_tool_is_missing(elsewhere: Path, name: str) -> None:
+    installed(elsewhere, name)
+    said = toolchain.missing()
+    assert said is not None
+    assert said.startswith(f"{name} is not installed; in a virtual environment of its own: pip install torch")
+
+
+def test_a_tool_of_another_version(elsewhere: Path) -> None:
+    installed(elsewhere, **{"ascendnpu-ir": "1.3.0"})
+    said = toolchain.missing()
+    assert said is not None
+    assert said.startswith("ascendnpu-ir 1.3.0 is installed, the lane is proven with 1.2.0")
+
+
+def test_triton_over_the_tools(elsewhere: Path) -> None:
+    installed(elsewhere)
+    (elsewhere / "triton/backends/ascend").rmdir()
+    said = toolchain.missing()
+    assert said is not None
+    assert said.startswith("the folder of the package triton belongs to triton")
+
+
+def test_the_package_triton_is_gone(elsewhere: Path) -> None:
+    installed(elsewhere)
+    (elsewhere / "triton/__init__.py").unlink()
+    said = toolchain.missing()
+    assert said is not None
+    assert said.startswith("triton-ascend is installed but the package triton is not importable")
+
+
+def test_without_the_tools_the_lane_says_so(elsewhere: Path) -> None:
+    with pytest.raises(
+        lowered.ToolchainError, match="the lowered lane can't run: triton-ascend is not installed"
+    ):
+        toolchain.require.__wrapped__()
