@@ -201,7 +201,7 @@ def terminal(report: Mapping[str, Any]) -> str:
         lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
     skipped: dict[tuple[str, str, str], int] = {}
     for case in report["cases"]:
-        if case["outcome"] in (NOT_RUN, REFUSED):
+        if case["outcome"] in (NOT_RUN, REFUSED, SIMULATED):
             why = case["reason"].splitlines()[0] if case["reason"] else ""
             key = (MARKS[case["outcome"]], case["op"], why)
             skipped[key] = skipped.get(key, 0) + 1

@@ -329,9 +329,10 @@ def judged(
     rows = []
     for case in cases:
         result = outcome.results.get(case.id) or Result(case.id, NOT_RUN, "the worker ended before it")
-        pools = any(isinstance(a, PoolArg) for a in specs[case.op].args.values())
-        if lane == "lowered" and pools and result.outcome == PASSED:
-            result.outcome, result.reason = SIMULATED, "the runtime's copies have a stand-in in this lane"
+        # Between two pools rows may cross from one memory to another, which no kernel does on such a device.
+        pools = sum(isinstance(a, PoolArg) for a in specs[case.op].args.values())
+        if lane == "lowered" and pools > 1 and result.outcome == PASSED:
+            result.outcome, result.reason = SIMULATED, "kernels lowered, copies stand-in"
         rows.append({**asdict(case), **result.to_json()})
     waivers = declared_waivers(backend)
     today = datetime.date.today().isoformat()
