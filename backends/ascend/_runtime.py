@@ -1,7 +1,7 @@
 """Copies between device and host: the runtime's, the one part of this backend that is no kernel.
 
 Rows are packed into a staging buffer in the host pool's own layout, so that what lies together on the
-host is one copy. The only thing here that needs the runtime is `_copy`: on an NPU torch_npu's ``copy_``,
+host is one copy. The only thing here that needs the runtime is `_copy`: on an NPU torch_npu's batch memcpy,
 on the current stream, without waiting, from and to pinned memory; in the lowered lane its stand-in on
 the CPU, which is why a report of that lane says ``kernels lowered, copies stand-in``.
 """
@@ -15,6 +15,9 @@ from hal.kvpool import KVPool
 
 STAGING_BYTES = 32 << 20
 """Staged at once, for k and v each; longer transfers go in pieces through the allocator's same block."""
+
+BATCH = 512
+"""Copies in one call of the runtime's: torch_npu keeps their addresses on the stack (about 72 bytes a copy)."""
 
 LAYER_DIM = {"layer_first": 0, "page_first": 1, "page_first_direct": 1, "page_head": 3}
 _SLOT_DIM = {"layer_first": 1, "page_first": 0, "page_first_direct": 0, "page_head": 0}
@@ -50,9 +53,13 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
         there = ours[chosen].to(device.device, non_blocking=True)
         if out:
             move(src, buffer, there, here, layers, inside)
-        for at, to, count, tokens in _runs(some.tolist(), local, unit):
-            for a, b in _pairs(buffer, host, at, to, count, tokens, layers):
-                _copy(b, a) if out else _copy(a, b)
+        pieces = [
+            (b, a) if out else (a, b)
+            for at, to, count, tokens in _runs(some.tolist(), local, unit)
+            for a, b in _pairs(buffer, host, at, to, count, tokens, layers)
+        ]
+        for i in range(0, len(pieces), BATCH):
+            _copy(*map(list, zip(*pieces[i : i + BATCH], strict=True)))
         if not out:
             move(buffer, dst, here, there, inside, layers)
 
@@ -62,9 +69,13 @@ def host_is_dst(src: KVPool, dst: KVPool) -> bool:
     return dst.device.type == "cpu" or src.device.type != "cpu"
 
 
-def _copy(to: Tensor, source: Tensor) -> None:
-    """One contiguous piece, on the current stream; returns before it is done where the host side is pinned."""
-    to.copy_(source, non_blocking=True)
+def _copy(to: list[Tensor], sources: list[Tensor]) -> None:
+    """Contiguous pieces, on the current stream; returns before they are done where the host side is pinned.
+
+    torch_npu makes one ``aclrtMemcpyBatchAsync`` of them, and one ``copy_`` each where chip or CANN has no such call.
+    It looks at addresses and sizes alone, so every piece must be contiguous, and all go one way.
+    """
+    torch._foreach_copy_(to, sources, non_blocking=True)
 
 
 def _runs(
