@@ -25,6 +25,39 @@ def hal_backend() -> Backend:
                 f"{_HERE}.rope_kv_write:rope_kv_write", supports=f"{_HERE}.rope_kv_write:supports"
             ),
             "kv_transfer": Impl(f"{_HERE}.kv_transfer:kv_transfer", supports=f"{_HERE}.kv_transfer:supports"),
+            "write_req_to_token": Impl(
+                f"{_HERE}.write_req_to_token:write_req_to_token",
+                supports=f"{_HERE}.write_req_to_token:supports",
+            ),
+            "compute_positions": Impl(
+                f"{_HERE}.compute_positions:compute_positions",
+                supports=f"{_HERE}.compute_positions:supports",
+                deterministic=True,
+            ),
+            "build_kv_indices": Impl(
+                f"{_HERE}.build_kv_indices:build_kv_indices",
+                supports=f"{_HERE}.build_kv_indices:supports",
+                deterministic=True,
+            ),
+            "build_page_table": Impl(
+                f"{_HERE}.build_page_table:build_page_table",
+                supports=f"{_HERE}.build_page_table:supports",
+                deterministic=True,
+            ),
+            "alloc_extend": Impl(
+                f"{_HERE}.alloc_extend:alloc_extend",
+                supports=f"{_HERE}.alloc_extend:supports",
+                deterministic=True,
+            ),
+            "alloc_decode": Impl(
+                f"{_HERE}.alloc_decode:alloc_decode",
+                supports=f"{_HERE}.alloc_decode:supports",
+                deterministic=True,
+            ),
+            "kv_write": Impl(
+                f"{_HERE}.kv_write:kv_write",
+                supports=f"{_HERE}.kv_write:supports",
+            ),
             "decode_attention": Impl(
                 f"{_HERE}.decode_attention_fused:decode_attention",
                 f"{_HERE}.decode_attention_fused:supports",

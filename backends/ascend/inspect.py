@@ -1,7 +1,7 @@
 """What the Ascend kernels are, read from their lowered IR: lint, traffic, buffers, and how far they compile.
 
 No device and no time: everything here is counted. ``hal inspect ascend`` prints it, and CI fails on a
-row whose ``verdict`` is not ``ok``.
+row whose ``verdict`` is not ``ok``, or which costs more than the recorded one (`regressions`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 UB_LIMIT = 0.85
 """Of the unified buffer: what is left is the compiler's, for what it adds on the device."""
+
+WASTE_LIMIT = 1.15
+"""Bytes moved, in units of those that must be."""
+
+COSTS = ("dma_per_token", "bytes_moved", "ub_bits")
+"""The figures of a row that a change must not raise."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +34,15 @@ class Case:
     make: Callable[[], dict[str, Any]]
     tokens: Callable[[dict[str, Any]], int]
     needed: Callable[[dict[str, Any]], int]
+    waste: float = WASTE_LIMIT
 
 
 def cases() -> Iterator[Case]:
     """The shapes that must hold: llama, qwen, smollm and MLA rows; pages of 1 to 128; three dtypes."""
     from hal.ops import spec
 
-    def of(op: str, name: str, tokens: Any, needed: Any, **params: Any) -> Case:
-        return Case(op, name, lambda: spec(op).make(**params), tokens, needed)
+    def of(op: str, name: str, tokens: Any, needed: Any, waste: float = WASTE_LIMIT, **params: Any) -> Case:
+        return Case(op, name, lambda: spec(op).make(**params), tokens, needed, waste)
 
     def rope(name: str, q_heads: int, kv_heads: int, head_dim: int, **params: Any) -> Case:
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -60,6 +69,25 @@ def cases() -> Iterator[Case]:
         sizes = {"bs": 64, "requests": 64, "width": 4096, "longest": 512}
         dtypes = {"index": i, "offsets": i, "out": i}
         yield of("assign_extend_cache_locs", f"bs64-{i}", _capacity, _assign, **sizes, **dtypes)
+        kinds = {**sizes, "longest": 1024, "index": i, "offsets": i, "src": i}
+        yield of("write_req_to_token", f"bs64-{i}", _source, _write, **kinds)
+        # A third of the slots is skipped: where a run ends is seen by reading them one by one, after the copy in.
+        yield of("write_req_to_token", f"bs64-{i}-skip", _source, _write, 2.0, **kinds, slots="skip")
+        long = {"bs": 64, "longest": 1024}
+        yield of("compute_positions", f"bs64-{i}", _capacity, _plain, **long, lens=i, out=i, indptr=i)
+        lists = {"bs": 64, "requests": 64, "width": 4096, "longest": 4096, "index": i, "lens": i, "indptr": i}
+        yield of("build_kv_indices", f"bs64-{i}", _capacity, _listed, **lists, out=i, start=i)
+        pages = {"bs": 64, "requests": 64, "width": 4096, "index": i, "lens": i, "out": i}
+        for page in (1, 16, 64):
+            table = {**pages, "page_size": page, "pages": 4096 // page}
+            yield of("build_page_table", f"bs64-{i}-page{page}", _entries, _paged, **table)
+        for page in (1, 16, 64, 128):
+            kinds = {"lens": i, "last": i, "free": i, "out": i, "page_size": page, "spare": 0}
+            yield of("alloc_extend", f"bs64-{i}-page{page}", _capacity, _extended, **long, **kinds)
+        # Every program counts the pages that the requests before its own open, half the batch on average: the only
+        # other way is a second launch.
+        params = {"bs": 256, "longest": 4096, **kinds, "page_size": 16}
+        yield of("alloc_decode", f"bs256-{i}", _capacity, _decoded, 2.5, **params)
     shapes = {
         "llama3-8b": (32, 8, 128),
         "llama3-70b": (64, 8, 128),
@@ -70,6 +98,21 @@ def cases() -> Iterator[Case]:
     for name, shape in shapes.items():
         for dtype, page in (("bf16", 16), ("fp16", 64), ("fp32", 128)):
             yield rope(f"{name}-{dtype}-page{page}", *shape, dtype=dtype, cache="paged", page_size=page)
+    for name, (_, *shape) in {**shapes, "largest": (0, 128, 2048)}.items():
+        for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
+            heads = {"kv_heads": shape[0], "head_dim": shape[1], "dtype": dtype, "n": 64, "slots": 256}
+            if name == "largest":
+                heads["n"] = 2
+            yield of(
+                "kv_write",
+                f"{name}-{dtype}-page{page}",
+                _slots_of_k,
+                _written,
+                **heads,
+                cache="paged",
+                page_size=page,
+            )
+    yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)
     yield rope("largest-fp32", 128, 128, 2048, dtype="fp32", n=8, slots=16)
@@ -79,6 +122,18 @@ def cases() -> Iterator[Case]:
         yield transfer("mha-8x128", "page_first_direct", "layer_first", page)
     yield transfer("mha-8x128", "layer_first", "page_head", 16, n=64, src_slots=64, dst_slots=64)
     yield transfer("mla-576", "layer_first", "page_first", 1, num_layers=60, head_dim=576, mla=True)
+
+
+def _source(a: dict[str, Any]) -> int:
+    return int(a["src"].numel())
+
+
+def _entries(a: dict[str, Any]) -> int:
+    return int(a["out"].numel())
+
+
+def _slots_of_k(a: dict[str, Any]) -> int:
+    return int(a["k"].shape[0])
 
 
 def _rows(a: dict[str, Any]) -> int:
@@ -106,6 +161,43 @@ def _assign(a: dict[str, Any]) -> int:
     return _bytes(a["req_pool_indices"], a["start_offsets"], a["end_offsets"], a["out"]) + 4 * int(
         (a["end_offsets"] - a["start_offsets"]).clamp(min=0).sum()
     )
+
+
+def _write(a: dict[str, Any]) -> int:
+    length = int((a["end_offsets"] - a["start_offsets"]).clamp(min=0).sum())
+    written = int((a["src"][:length] >= 0).sum())
+    return _plain({k: v for k, v in a.items() if k != "req_to_token"}) + 4 * written
+
+
+def _plain(a: dict[str, Any]) -> int:
+    """Every tensor once, whole."""
+    return _bytes(*(t for t in a.values() if hasattr(t, "numel")))
+
+
+def _listed(a: dict[str, Any]) -> int:
+    n = int(a["kv_lens"].sum())
+    index = _bytes(a["req_pool_indices"], a["kv_lens"], a["kv_start"], a["kv_indptr"])
+    return index + n * (4 + int(a["out"].element_size()))
+
+
+def _paged(a: dict[str, Any]) -> int:
+    used = int((-(-a["kv_lens"] // a["page_size"])).clamp(min=0).sum())
+    return _bytes(a["req_pool_indices"], a["kv_lens"], a["out"]) + 4 * used
+
+
+def _extended(a: dict[str, Any]) -> int:
+    # Of last_loc only those whose page is open are looked at.
+    looked = int((a["prefix_lens"] % a["page_size"] > 0).sum()) * a["last_loc"].element_size()
+    return _bytes(a["prefix_lens"], a["seq_lens"], a["free_pages"], a["out"]) + int(looked) + 8
+
+
+def _decoded(a: dict[str, Any]) -> int:
+    looked = int(((a["seq_lens"] - 1) % a["page_size"] > 0).sum()) * a["last_loc"].element_size()
+    return _bytes(a["seq_lens"], a["free_pages"], a["out"]) + int(looked) + 8
+
+
+def _written(a: dict[str, Any]) -> int:
+    return 2 * _bytes(a["k"], a["v"]) + _bytes(a["slots"])
 
 
 def _rope(a: dict[str, Any]) -> int:
@@ -154,6 +246,7 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
     if launch.lane() != "lowered":
         raise HalError("hal: inspect ascend: kernels are inspected in the lowered lane; set HAL_LANE=lowered")
     rows: list[dict[str, Any]] = []
+    compiled: dict[tuple[str, str], Any] = {}
     for case in cases():
         with recording() as launches:
             args = case.make()
@@ -162,7 +255,7 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
             if kernel is not None and case.op != kernel and not names:
                 continue
             getattr(module, case.op)(**args)
-        rows.append(_row(case, args, launches))
+        rows.append(_row(case, args, launches, compiled))
     if not rows:
         raise HalError(
             f"hal: inspect ascend: no kernel called {kernel!r}; there are {', '.join(sorted({c.op for c in cases()}))}"
@@ -170,13 +263,21 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any]:
+def _row(
+    case: Case, args: dict[str, Any], launches: list[Any], compiled: dict[tuple[str, str], Any]
+) -> dict[str, Any]:
     from hal.lowered.compile import TARGETS, compile_for
     from hal.lowered.lint import lint
 
     forms = {launch.lowered.key: launch.lowered for launch in launches}
     found = [lint(f.ttadapter) for f in forms.values()]
-    done = [compile_for(f.ttadapter, target) for f in forms.values() for target in TARGETS]
+    # The compiler is a process of its own: two at once, and none for a form that another case had.
+    todo = [(key, target) for key in forms for target in TARGETS]
+    fresh = [k for k in todo if k not in compiled]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda k: compile_for(forms[k[0]].ttadapter, k[1]), fresh)
+        compiled.update(zip(fresh, results, strict=True))
+    done = [compiled[k] for k in todo]
     traffic = [t for launch in launches for t in launch.traffic.values()]
     copies = sum(t.copies_in + t.copies_out + t.scalar_reads + t.scalar_writes for t in traffic)
     moved = sum(t.bytes_read + t.bytes_written for t in traffic)
@@ -209,8 +310,29 @@ def _row(case: Case, args: dict[str, Any], launches: list[Any]) -> dict[str, Any
     wrong += [f"{t}: {why}" for t, why in targets.items() if why not in ("codegen", "binary")]
     if tight.ub_share > UB_LIMIT:
         wrong.append(f"UB {tight.ub_share:.0%} of {tight.target}, at most {UB_LIMIT:.0%}")
+    if moved > case.waste * row["bytes_needed"]:
+        wrong.append(f"{moved} bytes moved where {row['bytes_needed']} are needed")
     row["verdict"] = "; ".join(wrong) or "ok"
     return row
+
+
+def recorded(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The costs of `rows` by op and case, as the file has them that `regressions` compares with."""
+    return {f"{r['op']}/{r['case']}": {c: r[c] for c in COSTS} for r in rows}
+
+
+def regressions(rows: list[dict[str, Any]], before: dict[str, dict[str, float]]) -> list[str]:
+    """What costs more than `before` (of `recorded`) says, and what was recorded and is gone, or is here and was not."""
+    now = recorded(rows)
+    out = [f"{case}: not inspected any more" for case in before if case not in now]
+    out += [f"{case}: not recorded yet" for case in now if case not in before]
+    for case in (c for c in now if c in before):
+        out += [
+            f"{case}: {c} {now[case][c]}, was {before[case][c]}"
+            for c in COSTS
+            if now[case][c] > before[case][c]
+        ]
+    return out
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -253,15 +375,27 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """``python -m hal.backends.ascend.inspect [KERNEL] [--json]``; exit status 1 where a verdict is not ok."""
+    """``python -m hal.backends.ascend.inspect [KERNEL] [--json] [--against FILE] [--record FILE]``.
+
+    Exit status 1 where a verdict is not ok, or a kernel costs more than FILE says.
+    """
     parser = argparse.ArgumentParser(prog="hal inspect ascend", description=inspect.__doc__)
     parser.add_argument("kernel", nargs="?")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="fail where a kernel costs more than recorded"
+    )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the costs, for --against")
     given = parser.parse_args()
     os.environ.setdefault("HAL_LANE", "lowered")
     rows = inspect(given.kernel)
     print(json.dumps(rows, indent=1) if given.json else table(rows))
-    return int(any(r["verdict"] != "ok" for r in rows))
+    if given.record:
+        given.record.write_text(json.dumps(recorded(rows), indent=1) + "\n")
+    worse = regressions(rows, json.loads(given.against.read_text())) if given.against else []
+    for line in worse:
+        print(f"regressed: {line}")
+    return int(bool(worse) or any(r["verdict"] != "ok" for r in rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from ascend import sabotage
 
 from hal import lowered
 from hal._errors import HalError
-from hal.backends.ascend import inspect
+from hal.backends.ascend import hal_backend, inspect
 from hal.lowered import compile as compiler
 from hal.lowered.lint import Lint, lint
 
@@ -66,36 +69,70 @@ def test_a_real_hivmc_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         '#!/bin/sh\nwhile [ $# -gt 0 ]; do case "$1" in -o) echo made > "$2";; esac; shift; done\necho "hivmc 1.0"\n'
     )
     fake.chmod(0o755)
-    import os
-
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     t = torch.zeros(4, dtype=I32)
     assert compiler.compile_for(lowered_form("overlapping", t, t, 4, BLOCK=64), "Ascend910B3").binary
 
 
-def test_every_kernel_is_clean_and_compiles_for_every_generation() -> None:
-    rows = inspect.inspect()
-    assert {r["verdict"] for r in rows} == {"ok"}, inspect.table(rows)
-    for r in rows:
-        assert set(r["targets"]) == set(compiler.TARGETS)
-        assert r["ub_bits"] <= inspect.UB_LIMIT * r["ub_available"]
-        assert r["bytes_moved"] <= 1.15 * r["bytes_needed"], r
-
-
 def test_one_kernel_by_either_name() -> None:
-    assert {r["op"] for r in inspect.inspect("get_last_loc")} == {"get_last_loc"}
-    assert {r["op"] for r in inspect.inspect("_move_rows")} == {"kv_transfer"}
+    """All of them are inspected, and held against what is recorded, by ``ci/ascend`` itself."""
+    rows = inspect.inspect("get_last_loc")
+    assert inspect.inspect("_get_last_loc") == rows
+    assert {r["op"] for r in rows} == {"get_last_loc"}
+    assert {r["verdict"] for r in rows} == {"ok"}, inspect.table(rows)
+    assert all(set(r["targets"]) == set(compiler.TARGETS) for r in rows)
     with pytest.raises(HalError, match="no kernel called 'nothing'"):
         inspect.inspect("nothing")
+
+
+def test_every_op_is_inspected() -> None:
+    assert {c.op for c in inspect.cases()} == set(hal_backend().ops)
+
+
+ROW = {
+    "op": "o", "case": "c", "dma_per_token": 2.0, "bytes_moved": 100, "ub_bits": 800, "ub_available": 1000,
+    "scalar_gathers": 0, "rmw_stores": 0, "int64_vectors": 0, "scalar_accesses": 0, "bytes_needed": 100,
+    "targets": {"Ascend910B3": "codegen"}, "verdict": "ok",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cost", inspect.COSTS)
+def test_a_kernel_that_costs_more_than_it_did_fails(
+    cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "inspect.json"
+    monkeypatch.setattr(inspect, "inspect", lambda kernel: [ROW])
+    monkeypatch.setattr(sys, "argv", ["inspect", "--record", str(kept)])
+    assert inspect.main() == 0
+    monkeypatch.setattr(sys, "argv", ["inspect", "--against", str(kept)])
+    assert inspect.main() == 0
+    monkeypatch.setattr(inspect, "inspect", lambda kernel: [{**ROW, cost: ROW[cost] + 1}])
+    assert inspect.main() == 1
+    assert f"regressed: o/c: {cost} {ROW[cost] + 1}, was {ROW[cost]}" in capsys.readouterr().out
+
+
+def test_cases_that_come_and_go_are_told() -> None:
+    before = inspect.recorded([ROW])
+    assert inspect.regressions([], before) == ["o/c: not inspected any more"]
+    assert inspect.regressions([ROW, {**ROW, "case": "d"}], before) == ["o/d: not recorded yet"]
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("1 rmw_stores", 1)])
+def test_a_bad_verdict_is_the_exit_status(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "inspect", lambda kernel: [{**ROW, "verdict": verdict}])
+    monkeypatch.setattr(sys, "argv", ["inspect", "--json"])
+    assert inspect.main() == code
 
 
 def test_a_bad_kernel_changes_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     t = torch.zeros(37, dtype=I32)
     with lowered.recording() as launches:
         sabotage.overlapping((1,), t, t.clone(), 37, BLOCK=16)
-    case = inspect.Case("get_last_loc", "x", dict, lambda a: 1, lambda a: 1)
-    assert inspect._row(case, {}, launches)["verdict"] == "ok"
+    case = inspect.Case("get_last_loc", "x", dict, lambda a: 1, lambda a: 10**6)
+    assert inspect._row(case, {}, launches, {})["verdict"] == "ok"
     wide = torch.zeros(37, dtype=torch.int64)
     with lowered.recording() as launches:
         sabotage.overlapping((1,), wide, wide.clone(), 37, BLOCK=16)
-    assert "int64_vectors" in inspect._row(case, {}, launches)["verdict"]
+    assert "int64_vectors" in inspect._row(case, {}, launches, {})["verdict"]
+    wasteful = dataclasses.replace(case, needed=lambda a: 100)
+    assert "bytes moved where 100 are needed" in inspect._row(wasteful, {}, launches, {})["verdict"]

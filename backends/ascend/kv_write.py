@@ -1,0 +1,84 @@
+"""kv_write for Ascend: k and v to their cache slots.
+
+k ``[n, kv_heads, head_dim]``, v ``[n, kv_heads, v_head_dim]``; see `hal.ops.kv_write`. A program takes every P-th
+token: its slot is a scalar, and a tile of heads is one strided copy in and one out, whose rows are contiguous in
+memory. Every mask is a prefix of heads and of columns.
+"""
+
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from hal import launch
+from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.backends.ascend.rope_kv_write import _steps
+from hal.lowered import shared_writes
+
+INTS = (
+    "n", "num_slots", "page", "k_token", "k_head", "v_token", "v_head",
+    "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head",
+)  # fmt: skip
+
+
+@launch.jit(do_not_specialize=("k", "v", "k_cache", "v_cache", "slots", *INTS))
+@shared_writes("k_cache", "v_cache")
+def _kv_write(
+    k, v, k_cache, v_cache, slots, n, num_slots, page, k_token, k_head, v_token, v_head,
+    kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr,
+    B_K: tl.constexpr, B_V: tl.constexpr,
+):  # fmt: skip
+    column_k = tl.arange(0, B_K)[None, :]
+    column_v = tl.arange(0, B_V)[None, :]
+    for token in range(tl.program_id(0), n, tl.num_programs(0)):
+        slot = tl.load(slots + token).to(tl.int64)
+        if (slot >= 0) & (slot < num_slots):
+            t = tl.cast(token, tl.int64)
+            kc = (slot // page) * kc_page + (slot % page) * kc_token
+            vc = (slot // page) * vc_page + (slot % page) * vc_token
+            for first in range(0, HEADS, TILE):
+                head = tl.arange(0, TILE)[:, None]
+                in_k = (head < HEADS - first) & (column_k < K_DIM)
+                x = tl.load(k + t * k_token + first * k_head + head * k_head + column_k, mask=in_k)
+                tl.store(k_cache + kc + first * kc_head + head * kc_head + column_k, x, mask=in_k)
+                in_v = (head < HEADS - first) & (column_v < V_DIM)
+                y = tl.load(v + t * v_token + first * v_head + head * v_head + column_v, mask=in_v)
+                tl.store(v_cache + vc + first * vc_head + head * vc_head + column_v, y, mask=in_v)
+
+
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
+    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+) -> None:  # fmt: skip
+    """The contract is `hal.ops.kv_write`'s; no fp8 cache, so no scale is read."""
+    n, heads, head_dim = k.shape
+    v_dim = v.shape[2]
+    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+    num_slots = k_cache.shape[0] * page
+    if n == 0 or num_slots == 0:
+        return
+    b_k, b_v = pow2(head_dim), pow2(v_dim)
+    _kv_write(
+        (min(n, vector_cores(k.device)),),
+        k, v, k_cache, v_cache, slots, n, num_slots, page, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *_steps(k_cache), *_steps(v_cache),
+        HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
+        TILE=max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v))),
+    )  # fmt: skip
+
+
+def supports(sig: Any) -> str | None:
+    """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
+    for name in ("k_cache", "v_cache"):
+        if sig[name].dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"fp8: {name} is {sig[name].dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
+    widest = TILE_BYTES // 8
+    for name in ("head_dim", "v_head_dim"):
+        if sig.dims.get(name, 0) > widest:
+            return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
+    return None
