@@ -58,14 +58,22 @@ def hal_backend() -> Backend:
                 f"{_HERE}.kv_write:kv_write",
                 supports=f"{_HERE}.kv_write:supports",
             ),
-            "decode_attention": Impl(
-                f"{_HERE}.decode_attention_fused:decode_attention",
-                f"{_HERE}.decode_attention_fused:supports",
-                name="fused",
-                priority=-1,
-                named=True,
-                lanes=("device",),
-                note="adapter: not run on a device",
+            "decode_attention": (
+                Impl(
+                    f"{_HERE}.decode_attention:decode_attention",
+                    supports=f"{_HERE}.decode_attention:supports",
+                    name="triton",
+                    deterministic=True,
+                ),
+                Impl(
+                    f"{_HERE}.decode_attention_fused:decode_attention",
+                    f"{_HERE}.decode_attention_fused:supports",
+                    name="fused",
+                    priority=-1,
+                    named=True,
+                    lanes=("device",),
+                    note="adapter: not run on a device",
+                ),
             ),
         },
         requires={

@@ -112,6 +112,26 @@ def cases() -> Iterator[Case]:
                 cache="paged",
                 page_size=page,
             )
+    attend = {"cache": "paged", "slots": 4096, "bs": 8, "longest": 256, "lengths": "full"}
+    for name, (q_heads, kv_heads, head_dim) in shapes.items():
+        for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
+            heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+            yield of(
+                "decode_attention",
+                f"{name}-{dtype}-page{page}",
+                _keys,
+                _attended,
+                **attend,
+                **heads,
+                page_size=page,
+            )
+    heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "bs": 1, "longest": 16}
+    yield of(
+        "decode_attention", "largest-fp32", _keys, _attended, **{**attend, **heads}, q_heads=2, head_dim=2048
+    )
+    # Four query heads of such a width fill a tile, and k is read again for every tile, and as v.
+    mla = {**attend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
+    yield of("decode_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
     yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)
@@ -198,6 +218,19 @@ def _decoded(a: dict[str, Any]) -> int:
 
 def _written(a: dict[str, Any]) -> int:
     return 2 * _bytes(a["k"], a["v"]) + _bytes(a["slots"])
+
+
+def _keys(a: dict[str, Any]) -> int:
+    return int(a["kv_indices"].numel())
+
+
+def _attended(a: dict[str, Any]) -> int:
+    cache = a["k_cache"]
+    row = cache.shape[-2] * cache.shape[-1] * cache.element_size()
+    shared = a["v_cache"].data_ptr() == cache.data_ptr()
+    row += 0 if shared else cache.shape[-2] * a["v_cache"].shape[-1] * cache.element_size()
+    own = _bytes(a["q"], a["kv_indptr"], a["kv_indices"], a["out"], a["lse"])
+    return own + int(row) * int(a["kv_indices"].numel())
 
 
 def _rope(a: dict[str, Any]) -> int:

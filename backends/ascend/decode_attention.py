@@ -1,0 +1,139 @@
+"""decode_attention for Ascend: one query a request over the slots that kv_indices lists.
+
+q ``[bs, q_heads, head_dim]``, out ``[bs, q_heads, v_head_dim]``; see `hal.ops.decode_attention`. A program takes every
+P-th piece of work: a request, a key/value head and a tile of the query heads that it serves. A slot is a scalar, its
+rows of k and v contiguous copies, and one pass over them keeps a running maximum and sum, all in fp32 on the vector
+unit: rows whose places only the program knows can't be a cube's operand without a copy an element.
+"""
+
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hal import launch
+from hal.backends.ascend._device import TILE_BYTES, cdiv, pow2, vector_cores
+from hal.backends.ascend.rope_kv_write import _steps
+
+INTS = (
+    "bs", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
+    "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
+)  # fmt: skip
+
+
+@triton.jit
+def _tanh(x):
+    """By its series near 0, where the other form loses all its digits."""
+    y = tl.abs(x)
+    e = tl.exp(-2.0 * y)
+    far = (1.0 - e) / (1.0 + e)
+    z = x * x
+    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    found = tl.where(y < 0.3, near, far)
+    return tl.where(x < 0.0, -found, found)
+
+
+@launch.jit(
+    do_not_specialize=("q", "k_cache", "v_cache", "indptr", "indices", "out", "lse", "scale", "cap", *INTS)
+)
+def _decode_attention(
+    q, k_cache, v_cache, indptr, indices, out, lse, scale, cap,
+    bs, nnz, num_slots, page, window, q_token, q_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
+    o_token, o_head, l_token,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    B_K: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (GROUP + TILE - 1) // TILE
+    row = tl.arange(0, TILE)[:, None]
+    wide_k = tl.arange(0, B_K)[None, :]
+    wide_v = tl.arange(0, B_V)[None, :]
+    column_k = tl.arange(0, B_K)
+    column_v = tl.arange(0, B_V)
+    for piece in range(tl.program_id(0), bs * (KV_HEADS * TILES), tl.num_programs(0)):
+        request = piece // (KV_HEADS * TILES)
+        kv_head = piece // TILES % KV_HEADS
+        inner = piece % TILES * TILE
+        i = tl.cast(request, tl.int64)
+        head = kv_head * GROUP + inner
+        heads = tl.minimum(GROUP - inner, TILE)
+        start = tl.minimum(tl.maximum(tl.load(indptr + request).to(tl.int64), 0), nnz)
+        end = tl.minimum(tl.maximum(tl.load(indptr + request + 1).to(tl.int64), 0), nnz)
+        if window >= 0:
+            start = tl.maximum(start, end - 1 - window)
+        at = q + i * q_token + head * q_head
+        x = tl.load(at + row * q_head + wide_k, mask=(row < heads) & (wide_k < K_DIM), other=0.0).to(
+            tl.float32
+        )
+        x = x * scale
+        top = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.full([TILE], 0.0, tl.float32)
+        acc = tl.full([TILE, B_V], 0.0, tl.float32)
+        for j in range(start, end):
+            slot = tl.load(indices + j).to(tl.int64)
+            if (slot >= 0) & (slot < num_slots):
+                kc = k_cache + (slot // page) * kc_page + (slot % page) * kc_token + kv_head * kc_head
+                vc = v_cache + (slot // page) * vc_page + (slot % page) * vc_token + kv_head * vc_head
+                k = tl.load(kc + column_k, mask=column_k < K_DIM, other=0.0).to(tl.float32)
+                v = tl.load(vc + column_v, mask=column_v < V_DIM, other=0.0).to(tl.float32)
+                logit = tl.sum(x * k[None, :], 1)
+                if CAP:
+                    logit = cap * _tanh(logit / cap)
+                new = tl.maximum(top, logit)
+                before = tl.exp(top - new)
+                p = tl.exp(logit - new)
+                total = total * before + p
+                acc = acc * before[:, None] + p[:, None] * v[None, :]
+                top = new
+        # Nothing seen: zeros, not 0 / 0.
+        found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        to = out + i * o_token + head * o_head
+        tl.store(
+            to + row * o_head + wide_v, found.to(out.dtype.element_ty), mask=(row < heads) & (wide_v < V_DIM)
+        )
+        if LSE:
+            lane = tl.arange(0, TILE)
+            tl.store(lse + i * l_token + head + lane, top + tl.log(total), mask=lane < heads)
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+    out: Tensor | None = None, lse: Tensor | None = None, *,
+    scale: float, sliding_window: int = -1, logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The contract is `hal.ops.decode_attention`'s; no fp8 cache, so no scale is read."""
+    bs, q_heads, head_dim = q.shape
+    kv_heads, v_dim = v_cache.shape[-2:]
+    if out is None:
+        out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
+    if bs == 0:
+        return out
+    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+    group = q_heads // kv_heads
+    b_k, b_v = pow2(head_dim), pow2(v_dim)
+    tile = max(1, min(pow2(group), TILE_BYTES // 4 // max(b_k, b_v)))
+    _decode_attention(
+        (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
+        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
+        bs, kv_indices.shape[0], k_cache.shape[0] * page, page, sliding_window, q.stride(0), q.stride(1),
+        *_steps(k_cache), *_steps(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, TILE=tile, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
+        CAP=logit_cap > 0, LSE=lse is not None,
+    )  # fmt: skip
+    return out
+
+
+def supports(sig: Any) -> str | None:
+    """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
+    if sig["k_cache"].dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"fp8: k_cache is {sig['k_cache'].dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
+    widest = TILE_BYTES // 16
+    for name in ("head_dim", "v_head_dim"):
+        if sig.dims.get(name, 0) > widest:
+            return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
+    return None
