@@ -116,7 +116,8 @@ def decode_attention(
     page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     group = q_heads // kv_heads
     b_k, b_v = pow2(head_dim), pow2(v_dim)
-    tile = max(1, min(pow2(group), TILE_BYTES // 4 // max(b_k, b_v)))
+    # What is kept of both halves, in fp32: 24 KiB a tile of heads.
+    tile = max(1, min(pow2(group), pow2(TILE_BYTES * 3 // 8 // (b_k + b_v) + 1) // 2))
     _decode_attention(
         (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
