@@ -133,7 +133,7 @@ def supports(sig: Any) -> str | None:
     """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
     if sig["k_cache"].dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"fp8: k_cache is {sig['k_cache'].dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
-    widest = TILE_BYTES // 16
+    widest = TILE_BYTES // 8
     for name in ("head_dim", "v_head_dim"):
         if sig.dims.get(name, 0) > widest:
             return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
