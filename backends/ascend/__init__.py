@@ -58,6 +58,22 @@ def hal_backend() -> Backend:
                 f"{_HERE}.kv_write:kv_write",
                 supports=f"{_HERE}.kv_write:supports",
             ),
+            "kv_move": Impl(
+                f"{_HERE}.kv_move:kv_move",
+                supports=f"{_HERE}.kv_move:supports",
+            ),
+            "mla_kv_write": Impl(
+                f"{_HERE}.mla_kv_write:mla_kv_write",
+                supports=f"{_HERE}.mla_kv_write:supports",
+            ),
+            "mla_rope_kv_write": Impl(
+                f"{_HERE}.mla_rope_kv_write:mla_rope_kv_write",
+                supports=f"{_HERE}.mla_rope_kv_write:supports",
+            ),
+            "qk_norm_rope_kv_write": Impl(
+                f"{_HERE}.qk_norm_rope_kv_write:qk_norm_rope_kv_write",
+                supports=f"{_HERE}.qk_norm_rope_kv_write:supports",
+            ),
             "decode_attention": (
                 Impl(
                     f"{_HERE}.decode_attention:decode_attention",

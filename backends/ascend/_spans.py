@@ -45,7 +45,7 @@ def write_indptr(prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, W
             if first + i < bs:
                 prefix, seq = extent(prefixes, lens, first + i, PREFIXED)
                 total = tl.minimum(total + (seq - prefix), capacity)
-        tl.store(indptr + first.to(tl.int64) * WORDS + lane, sums, mask=lane < count * WORDS)
+        tl.store(indptr + tl.cast(first, tl.int64) * WORDS + lane, sums, mask=lane < count * WORDS)
 
 
 def shares(capacity: int, device: torch.device, least: int = 256) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hal import launch
 from hal.backends.ascend._device import TILE_BYTES, cdiv, pow2, vector_cores
-from hal.backends.ascend.rope_kv_write import _steps
+from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
 
 INTS = (
     "bs", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
@@ -131,10 +131,4 @@ def decode_attention(
 
 def supports(sig: Any) -> str | None:
     """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
-    if sig["k_cache"].dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"fp8: k_cache is {sig['k_cache'].dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
-    widest = TILE_BYTES // 8
-    for name in ("head_dim", "v_head_dim"):
-        if sig.dims.get(name, 0) > widest:
-            return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
-    return None
+    return cache_refusal(sig, ("k_cache",), ("head_dim", "v_head_dim"))

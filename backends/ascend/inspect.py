@@ -41,7 +41,7 @@ def cases() -> Iterator[Case]:
     """The shapes that must hold: llama, qwen, smollm and MLA rows; pages of 1 to 128; three dtypes."""
     from hal.ops import spec
 
-    def of(op: str, name: str, tokens: Any, needed: Any, waste: float = WASTE_LIMIT, **params: Any) -> Case:
+    def of(op: str, name: str, tokens: Any, needed: Any, waste: Any = WASTE_LIMIT, **params: Any) -> Case:
         return Case(op, name, lambda: spec(op).make(**params), tokens, needed, waste)
 
     def rope(name: str, q_heads: int, kv_heads: int, head_dim: int, **params: Any) -> Case:
@@ -98,9 +98,9 @@ def cases() -> Iterator[Case]:
     for name, shape in shapes.items():
         for dtype, page in (("bf16", 16), ("fp16", 64), ("fp32", 128)):
             yield rope(f"{name}-{dtype}-page{page}", *shape, dtype=dtype, cache="paged", page_size=page)
-    for name, (_, *shape) in {**shapes, "largest": (0, 128, 2048)}.items():
+    for name, (_, kv_heads, head_dim) in {**shapes, "largest": (0, 128, 2048)}.items():
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
-            heads = {"kv_heads": shape[0], "head_dim": shape[1], "dtype": dtype, "n": 64, "slots": 256}
+            heads = {"kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "n": 64, "slots": 256}
             if name == "largest":
                 heads["n"] = 2
             yield of(
@@ -112,6 +112,37 @@ def cases() -> Iterator[Case]:
                 cache="paged",
                 page_size=page,
             )
+    for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
+        mla = {"n": 64, "slots": 256, "lora_dim": 512, "rope_dim": 64, "dtype": dtype, "page_size": page}
+        yield of("mla_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _joined, **mla, cache="paged")
+        mla |= {"q_heads": 128, "interleaved": True, "cache": "paged"}
+        yield of("mla_rope_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _joined, **mla)
+        norm = {"n": 160, "slots": 256, "dtype": dtype, "cache": "paged", "page_size": page}
+        heads = {"q_heads": 32, "kv_heads": 4, "head_dim": 128}
+        yield of(
+            "qk_norm_rope_kv_write",
+            f"qwen3-30b-a3b-{dtype}-page{page}",
+            _slots_of_k,
+            _normed,
+            **norm,
+            **heads,
+        )
+    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 2048, "dtype": "fp32", "n": 160, "slots": 160}
+    pairs = {**heads, "head_dim": 512, "interleaved": True}
+    yield of("qk_norm_rope_kv_write", "largest-fp32", _slots_of_k, _normed, **heads)
+    yield of("qk_norm_rope_kv_write", "largest-fp32-interleaved", _slots_of_k, _normed, **pairs)
+    narrow = {**pairs, "q_heads": 32, "head_dim": 128, "dtype": "bf16"}
+    yield of("qk_norm_rope_kv_write", "llama3-8b-bf16-interleaved", _slots_of_k, _normed, **narrow)
+    yield of("qk_norm_rope_kv_write", "largest-fp32-tail", _slots_of_k, _normed, **heads, rotary_dim=64)
+    for page, layout in (
+        (1, "layer_first"),
+        (16, "page_first_direct"),
+        (64, "page_head"),
+        (128, "page_first"),
+    ):
+        rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128, "slots": 256, "room": 8}
+        name = f"mha-8x128-{layout}-page{page}"
+        yield of("kv_move", name, _slots, _moved, **rows, layout=layout, page=page)
     attend = {"cache": "paged", "slots": 4096, "bs": 8, "longest": 256, "lengths": "full"}
     for name, (q_heads, kv_heads, head_dim) in shapes.items():
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
@@ -153,7 +184,7 @@ def _entries(a: dict[str, Any]) -> int:
 
 
 def _slots_of_k(a: dict[str, Any]) -> int:
-    return int(a["k"].shape[0])
+    return int(a["slots"].shape[0])
 
 
 def _rows(a: dict[str, Any]) -> int:
@@ -233,6 +264,31 @@ def _attended(a: dict[str, Any]) -> int:
     return own + int(row) * int(a["kv_indices"].numel())
 
 
+def _joined(a: dict[str, Any]) -> int:
+    if "q_rope" in a:
+        from hal.ops.mla_rope_kv_write import as_rope_kv_write
+
+        return _rope(as_rope_kv_write(a))
+    return 2 * _bytes(a["kv_lora"], a["k_rope"]) + _bytes(a["slots"])
+
+
+def _normed(a: dict[str, Any]) -> int:
+    # What rope leaves alone is normed all the same.
+    n, angles = a["q"].shape[0], a["cos_sin_cache"]
+    rows = 2 * _bytes(a["q"]) + 3 * _bytes(a["k"]) + 2 * _bytes(a["v"]) + _bytes(a["positions"], a["slots"])
+    return (
+        rows
+        + int(n) * int(angles.shape[1]) * int(angles.element_size())
+        + _bytes(a["q_weight"], a["k_weight"])
+    )
+
+
+def _moved(a: dict[str, Any]) -> int:
+    pool = a["pool"]
+    row = sum(p.row_bytes for p in pool.planes()) * pool.num_layers
+    return int(4 * row * a["src_slots"].shape[0]) + 2 * _bytes(a["src_slots"], a["dst_slots"])
+
+
 def _rope(a: dict[str, Any]) -> int:
     q, k, v = a["q"], a["k"], a["v"]
     rotary = a["cos_sin_cache"].shape[1]
@@ -281,12 +337,12 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     compiled: dict[tuple[str, str], Any] = {}
     for case in cases():
+        module = import_module(f"hal.backends.ascend.{case.op}")
+        names = {n for n in vars(module) if n.strip("_") == (kernel or "").strip("_")}
+        if kernel is not None and case.op != kernel and not names:
+            continue
+        args = case.make()
         with recording() as launches:
-            args = case.make()
-            module = import_module(f"hal.backends.ascend.{case.op}")
-            names = {n for n in vars(module) if n.strip("_") == (kernel or "").strip("_")}
-            if kernel is not None and case.op != kernel and not names:
-                continue
             getattr(module, case.op)(**args)
         rows.append(_row(case, args, launches, compiled))
     if not rows:

@@ -34,12 +34,18 @@ def _move_rows(
     src, dst, src_slots, dst_slots, n, src_size, dst_size, src_page, dst_page, layers,
     s_page, s_token, s_layer, s_chunk, d_page, d_token, d_layer, d_chunk,
     CHUNKS: tl.constexpr, WORDS: tl.constexpr, LAYER_TILE: tl.constexpr, TILE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
+    # PACKED: row i of "src", or of "dst", is pair i's, whatever its slot; both slots decide all the same.
     word = tl.arange(0, TILE)[None, :]
     for i in range(tl.program_id(0), n, tl.num_programs(0)):
         s = tl.load(src_slots + i).to(tl.int64)
         d = tl.load(dst_slots + i).to(tl.int64)
         if (s >= 0) & (s < src_size) & (d >= 0) & (d < dst_size):
+            if PACKED == "src":
+                s = tl.cast(i, tl.int64)
+            if PACKED == "dst":
+                d = tl.cast(i, tl.int64)
             here = (s // src_page) * s_page + (s % src_page) * s_token
             there = (d // dst_page) * d_page + (d % dst_page) * d_token
             for chunk in range(CHUNKS):
@@ -104,7 +110,9 @@ def _layers(pool: KVPool, half: Tensor | tuple[Tensor, ...], layers: range) -> T
     return half.narrow(_runtime.LAYER_DIM[pool.layout], layers.start, len(layers))
 
 
-def _move(src: KVPool, dst: KVPool, a: Tensor, b: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+def _move(
+    src: KVPool, dst: KVPool, a: Tensor, b: Tensor, src_slots: Tensor, dst_slots: Tensor, packed: str = ""
+) -> None:
     x, y = _Steps(src, a), _Steps(dst, b)
     chunks = max(x.chunks, y.chunks)
     word = _word(a, b, (*x.steps(chunks), *y.steps(chunks), x.row // chunks))
@@ -113,13 +121,36 @@ def _move(src: KVPool, dst: KVPool, a: Tensor, b: Tensor, src_slots: Tensor, dst
     tile = min(pow2(words), 2 * TILE_BYTES // word.itemsize)
     rows = max(1, min(pow2(layers), 2 * TILE_BYTES // word.itemsize // tile))
     n = src_slots.shape[0]
+    sizes = [pool.num_slots for pool in (src, dst)]
+    if packed:
+        sizes = [sizes[packed == "src"]] * 2
     _move_rows(
         (min(n, vector_cores(src.device)),),
-        a.view(word), b.view(word), src_slots, dst_slots, n, src.num_slots, dst.num_slots,
+        a.view(word), b.view(word), src_slots, dst_slots, n, *sizes,
         src.page_size, dst.page_size, layers,
         *(step // word.itemsize for step in (*x.steps(chunks), *y.steps(chunks))),
-        CHUNKS=chunks, WORDS=words, LAYER_TILE=rows, TILE=tile,
+        CHUNKS=chunks, WORDS=words, LAYER_TILE=rows, TILE=tile, PACKED=packed,
     )  # fmt: skip
+
+
+def through(
+    pool: KVPool,
+    half: Tensor | tuple[Tensor, ...],
+    rows: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    layers: range,
+) -> None:
+    """Rows of those layers of one half to other slots, by way of `rows` ``[layers, n, bytes]``."""
+    between = KVPool(rows, None, layout="layer_first")
+    if isinstance(half, Tensor):
+        pieces = [(_layers(pool, half, layers), rows)]
+    else:
+        pieces = [(half[i].unsqueeze(0), row) for i, row in zip(layers, rows.unsqueeze(1), strict=True)]
+    for there, here in pieces:
+        _move(pool, between, there, here, src_slots, dst_slots, packed="dst")
+    for there, here in pieces:
+        _move(between, pool, here, there, src_slots, dst_slots, packed="src")
 
 
 class _Steps:

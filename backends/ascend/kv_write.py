@@ -10,13 +10,12 @@ memory. Every mask is a prefix of heads and of columns.
 
 from typing import Any
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from hal import launch
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
-from hal.backends.ascend.rope_kv_write import _steps
+from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
 from hal.lowered import shared_writes
 
 INTS = (
@@ -74,11 +73,4 @@ def kv_write(
 
 def supports(sig: Any) -> str | None:
     """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
-    for name in ("k_cache", "v_cache"):
-        if sig[name].dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"fp8: {name} is {sig[name].dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
-    widest = TILE_BYTES // 8
-    for name in ("head_dim", "v_head_dim"):
-        if sig.dims.get(name, 0) > widest:
-            return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
-    return None
+    return cache_refusal(sig, ("k_cache", "v_cache"), ("head_dim", "v_head_dim"))

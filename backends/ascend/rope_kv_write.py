@@ -144,14 +144,15 @@ def rope_kv_write(
         num_slots = k_cache.shape[0] * page
         kc, vc = _steps(k_cache), _steps(v_cache)
     half, tail = rotary // 2, head_dim - rotary
-    q_tile, k_tile = _tiles(q_heads, kv_heads, half, max(tail, v_dim), interleaved)
+    wide = half_tile(half, interleaved)
+    q_tile, k_tile = _tiles(q_heads, kv_heads, wide, max(tail, v_dim), interleaved)
     _rope_kv_write(
         (min(n, vector_cores(q.device)),),
         q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots,
         n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
         *kc, *vc,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
-        Q_TILE=q_tile, K_TILE=k_tile, B_HALF=pow2(half), B_TAIL=pow2(tail), B_V=pow2(v_dim),
+        Q_TILE=q_tile, K_TILE=k_tile, B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim),
         PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
     )  # fmt: skip
 
@@ -160,6 +161,11 @@ def _steps(cache: Tensor) -> tuple[int, int, int]:
     """Elements from page to page, from token to token in a page, and from head to head."""
     st = cache.stride()
     return (st[0], st[1], st[2]) if cache.ndim == 4 else (st[0], 0, st[1])
+
+
+def half_tile(half: int, interleaved: bool) -> int:
+    """Lanes for half a head. bishengir-compile-a5 1.2.0 aborts on a loop over tiles of 32 interleaved 16-bit pairs."""
+    return max(64, pow2(half)) if interleaved else pow2(half)
 
 
 def _tiles(q_heads: int, kv_heads: int, half: int, row: int, interleaved: bool) -> tuple[int, int]:
@@ -173,14 +179,19 @@ def _tiles(q_heads: int, kv_heads: int, half: int, row: int, interleaved: bool) 
     return q_tile, k_tile
 
 
-def supports(sig: Any) -> str | None:
-    """No fp8 (triton-ascend 3.2.0 has no such tensors); a head's half and a row of v must fit a tile."""
-    for name in ("k_cache", "v_cache"):
+def cache_refusal(sig: Any, caches: tuple[str, ...], dims: tuple[str, ...]) -> str | None:
+    """No fp8 cache, and no row wider than a tile; else None."""
+    for name in caches:
         cache = sig[name]
         if cache is not None and cache.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"fp8: {name} is {cache.dtype}, and triton-ascend 3.2.0 has no fp8 tensors"
     widest = TILE_BYTES // 8
-    for name in ("head_dim", "v_head_dim"):
+    for name in dims:
         if sig.dims.get(name, 0) > widest:
             return f"head_dim: {name} is {sig.dims[name]}, a tile of the unified buffer takes {widest}"
     return None
+
+
+def supports(sig: Any) -> str | None:
+    """No fp8 (triton-ascend 3.2.0 has no such tensors); a head's half and a row of v must fit a tile."""
+    return cache_refusal(sig, ("k_cache", "v_cache"), ("head_dim", "v_head_dim"))
