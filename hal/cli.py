@@ -223,11 +223,13 @@ def conformance(
     golden: Annotated[
         Path | None, typer.Option(help="Also replay the outputs recorded on another machine in this folder.")
     ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that run cases at a time.")] = 1,
 ) -> None:
     """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
     code = _call(
         "hal.conformance", "main", "hal conformance", "conformance",
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
+        jobs=jobs,
     )  # fmt: skip
     if golden is not None and backend is not None:
         code = max(code, _replay(golden, backend, device))

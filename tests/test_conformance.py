@@ -464,6 +464,16 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
     assert says in outcome.results["get_last_loc/value/one"].reason
 
 
+def test_several_jobs_say_what_one_says() -> None:
+    cases = [c for c in cases_of(spec("get_last_loc")) if c.proof in ("value", "threads", "ragged")]
+    one, three = (execute("reference", "device", ["get_last_loc"], cases, jobs=j) for j in (1, 3))
+    assert {r.id: r.outcome for r in one.results.values()} == {
+        r.id: r.outcome for r in three.results.values()
+    }
+    assert set(three.results) == {c.id for c in cases}
+    assert (one.device, one.declared) == (three.device, three.declared)
+
+
 def test_a_failing_example_runs_by_itself(hostile: Path) -> None:
     args = ["-m", "hal", "conformance", "mine", "--import", "mine", "--op", "get_last_loc", "--report", "out"]
     run(args, hostile)

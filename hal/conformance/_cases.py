@@ -38,6 +38,8 @@ PROOFS = {
     **DEVICE_PROOFS,
 }
 """Proof -> what it shows, in the order of the tables."""
+ALONE = frozenset({"large", "threads", "leak", *DEVICE_PROOFS})
+"""Proofs that other processes on the machine could disturb: they measure time, memory or threads."""
 
 
 def spread(samples: list[Sample], count: int) -> list[Sample]:

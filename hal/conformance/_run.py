@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
 from hal.conformance import _report, _waivers
-from hal.conformance._cases import case_list, suite_hash
+from hal.conformance._cases import ALONE, case_list, suite_hash
 from hal.conformance._result import (
     FAILED,
     NOT_APPLICABLE,
@@ -68,9 +70,63 @@ def execute(
     examples: int = EXAMPLES,
     silence: float | None = None,
     progress: Callable[[Result, int, int], None] = lambda r, i, n: None,
+    jobs: int = 1,
 ) -> Outcome:
     """Runs cases in child processes; a process that dies or falls silent fails the case it was in, and the
-    rest go on in another."""
+    rest go on in another.
+
+    With `jobs`, so many at a time; what measures time, memory or threads comes last, in a process alone.
+    """
+    stop = threading.Event()
+
+    def run(mine: Sequence[Case], tell: Callable[[Result, int, int], None]) -> Outcome:
+        return _one_after_another(
+            backend, lane, ops, mine, device, imports, fixed, examples, silence, tell, stop
+        )
+
+    if jobs <= 1:
+        return run(cases, progress)
+    # Drawn shapes are the longest cases: they begin first.
+    together = sorted((c for c in cases if c.proof not in ALONE), key=lambda c: c.proof != "ragged")
+    shares = [s for s in (together[i::jobs] for i in range(jobs)) if s]
+    done, lock = 0, threading.Lock()
+
+    def tell(result: Result, i: int, n: int) -> None:
+        nonlocal done
+        with lock:
+            done += 1
+            progress(result, done, len(cases))
+
+    outcome = Outcome()
+    with ThreadPoolExecutor(max(1, len(shares))) as pool:
+        try:
+            found = list(pool.map(lambda share: run(share, tell), shares))
+        except BaseException:
+            stop.set()
+            raise
+    if not any(o.fatal for o in found):
+        found.append(run([c for c in cases if c.proof in ALONE], tell))
+    for one in found:
+        outcome.results |= one.results
+        outcome.declared |= one.declared
+        outcome.device = one.device if one.device != "?" else outcome.device
+        outcome.fatal = outcome.fatal or one.fatal
+    return outcome
+
+
+def _one_after_another(
+    backend: str,
+    lane: str,
+    ops: Sequence[str],
+    cases: Sequence[Case],
+    device: str | None,
+    imports: Sequence[str],
+    fixed: bool,
+    examples: int,
+    silence: float | None,
+    progress: Callable[[Result, int, int], None],
+    stop: threading.Event,
+) -> Outcome:
     outcome = Outcome()
     limit = SILENCE.get(lane, 120.0) if silence is None else silence
     todo = [c.id for c in cases]
@@ -79,7 +135,7 @@ def execute(
         # Outside of the child's working directory, so that that one is empty.
         work = Path(folder, "work")
         work.mkdir()
-        while todo and not outcome.fatal:
+        while todo and not outcome.fatal and not stop.is_set():
             results = Path(folder, f"results-{deaths}.jsonl")
             job = Path(folder, f"job-{deaths}.json")
             job.write_text(
@@ -104,13 +160,13 @@ def execute(
                 )
                 listener = _Listener(outcome, todo, len(cases), progress)
                 try:
-                    ended = listener.listen(child, results, limit)
+                    ended = listener.listen(child, results, limit, stop)
                 finally:
                     _end(child)
                 errors.seek(0)
                 tail = errors.read().decode(errors="replace").strip().splitlines()
             todo = [i for i in todo if i not in outcome.results]
-            if ended == "done" or outcome.fatal:
+            if ended in ("done", "stopped") or outcome.fatal:
                 break
             why = _death(child.returncode, ended, limit, tail)
             if listener.running is None:
@@ -152,8 +208,8 @@ class _Listener:
         self.done = False
         self.started = False
 
-    def listen(self, child: subprocess.Popen[bytes], path: Path, limit: float) -> str:
-        """``done``, ``died`` or ``silent``."""
+    def listen(self, child: subprocess.Popen[bytes], path: Path, limit: float, stop: threading.Event) -> str:
+        """``done``, ``died``, ``silent`` or ``stopped``."""
         heard = time.monotonic()
         with open(path, encoding="utf-8") as lines:
             rest = ""
@@ -170,6 +226,8 @@ class _Listener:
                     return "done"
                 if not alive:
                     return "died"
+                if stop.is_set():
+                    return "stopped"
                 if time.monotonic() - heard > (limit if self.started else max(limit, START)):
                     return "silent"
                 time.sleep(0.02)
@@ -241,6 +299,7 @@ def main(
     rerun: int = 0,
     quiet: bool = False,
     silence: float | None = None,
+    jobs: int = 1,
 ) -> int:
     """``hal conformance``: runs the suite on a backend, prints and writes its report.
 
@@ -254,6 +313,7 @@ def main(
         device: e.g. ``cuda:1``; None: the lane's first device type.
         verify: a report.json to check instead of a run.
         rerun: with `verify`: how many random cases of it to execute again.
+        jobs: processes that run cases at a time; those that measure time, memory or threads run alone all the same.
 
     Returns:
         0 ok, 1 failed, 2 a wrong option, 3 nothing ran.
@@ -275,7 +335,7 @@ def main(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"
             )
         document = judged(
-            backend, ops, lane, certify, imports, device, silence, None if quiet else _progress()
+            backend, ops, lane, certify, imports, device, silence, None if quiet else _progress(), jobs
         )
     except HalError as e:
         print(e, file=sys.stderr)
@@ -303,6 +363,7 @@ def judged(
     device: str | None,
     silence: float | None,
     progress: Callable[[Result, int, int], None] | None,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Runs the suite and returns the report as data."""
     from hal import _env
@@ -320,7 +381,7 @@ def judged(
     began = time.monotonic()
     outcome = execute(
         backend, lane, names, cases, device=device, imports=imports, silence=silence, fixed=certify,
-        progress=progress or (lambda r, i, n: None),
+        progress=progress or (lambda r, i, n: None), jobs=jobs,
     )  # fmt: skip
     if outcome.fatal:
         raise _Fatal(outcome.fatal)
