@@ -22,10 +22,14 @@ Example:
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import sysconfig
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -53,7 +57,10 @@ def status() -> str:
     """``prebound``, or why launches go through Triton's own path. For `hal info`."""
     if lane() != "device":
         return f"{lane()} lane"
-    return _why_not_prebound or "prebound"
+    _helper()
+    return _why_not_prebound or (
+        f"prebound, in Python: {_why_no_helper}" if _why_no_helper else "prebound, in C"
+    )
 
 
 _INTERPRET = bool(knobs.runtime.interpret) if knobs else os.environ.get("TRITON_INTERPRET") == "1"
@@ -145,6 +152,14 @@ class Launch:
             self.start = self._interpret if mode == "interpreter" else self._lower
         elif knobs is None:
             self.start = self._own
+        self.native: Any = None
+        if self.start == self._first and (helper := _helper()) is not None:
+            params = bytes(1 * p.specialize + 2 * p.typed for p in self.args)
+            used = _used_globals(kernel)
+            self.native = helper.Launch(
+                self._slow, params, kernel.jit.pre_run_hooks, _changed if used else None, used
+            )
+            self.start = self.native
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self.start(grid, *args)
@@ -163,8 +178,25 @@ class Launch:
 
     def _first(self, grid: Grid, *args: Any) -> None:
         """The first call, or one whose arguments are of other kinds than the last: pick the matching fast path."""
-        self.start = fast = self._patterns[self._pattern(args)]
+        fast = self._patterns[self._pattern(args)]
+        if self.native is None:
+            self.start = fast
         fast(grid, *args)
+
+    def _slow(self, grid: Grid, *args: Any) -> None:
+        """What the native launch leaves to this one, which it knows next time where it can."""
+        pattern = self._pattern(args)
+        self._patterns[pattern](grid, *args)
+        self._teach(self._keys[pattern](*args), args)
+
+    def _teach(self, key: Any, args: Sequence[Any]) -> None:
+        bound = self.compiled.get(key)
+        if bound is not None and not bound.triton:
+            codes = _codes(bound.compiled, self.args)
+            warps, ctas, shared = bound.compiled.packed_metadata
+            function, cooperative, pdl, *_ = bound.head
+            if codes is not None and ctas == 1 and not cooperative:
+                self.native.add(tuple(args), function, warps, shared, bool(pdl), codes)
 
     def triton_launch(self, grid: Grid, *args: Any) -> None:
         """Triton's own launch: with hooks or instrumentation set, and where its internals have moved."""
@@ -179,8 +211,12 @@ class Launch:
         if lane() != "device" or knobs is None:
             return
         pattern = self._pattern(args)
-        self.start = self._patterns[pattern]
-        self._compiled(self._keys[pattern](*args), args, self._device(args))
+        key = self._keys[pattern](*args)
+        self._compiled(key, args, self._device(args))
+        if self.native is not None:
+            self._teach(key, args)
+        else:
+            self.start = self._patterns[pattern]
 
     def _pattern(self, args: Sequence[Any]) -> str:
         pattern = "".join(map(_kind, self.args, args))
@@ -408,6 +444,62 @@ def _place(launch: Launch, values: Sequence[Any]) -> list[Any]:
     return [*values, *[None] * (len(launch.kernel.params) - len(launch.args))]
 
 
+_CODES = {
+    "constexpr": "-",
+    "i1": "b",
+    "u1": "b",
+    "i32": "i",
+    "i64": "l",
+    "u64": "l",
+    "fp32": "f",
+    "fp64": "l",
+}
+
+
+def _codes(compiled: Any, params: Sequence[_Param]) -> str | None:
+    """How the compiled kernel takes each argument, for the helper in C; None where it does not know a type."""
+    signature = compiled.src.signature
+    codes = ["l" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params]
+    return None if None in codes else "".join(map(str, codes))
+
+
+@cache
+def _helper() -> Any:
+    """The compiled ``_launch.c``, or None; `_why_no_helper` says why. Compiled once, as Triton's own launchers are."""
+    global _why_no_helper
+    if lane() != "device" or _why_not_prebound is not None:
+        _why_no_helper = _why_not_prebound or f"{lane()} lane"
+        return None
+    try:
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            raise RuntimeError("it counts on the GIL")
+        exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        if exchange is None:
+            raise RuntimeError(
+                f"torch {torch.__version__} has no DLPack exchange interface: 2.10 and later have"
+            )
+        driver = ctypes.CDLL("libcuda.so.1")
+        addresses = [
+            ctypes.cast(f, ctypes.c_void_p).value for f in (driver.cuLaunchKernelEx, driver.cuCtxGetDevice)
+        ]
+        module = _built()
+        module.setup(
+            exchange, 2, *addresses, knobs.runtime, knobs.compilation, torch.Tensor, torch.nn.Parameter
+        )  # 2: DLPack's number of CUDA
+        return module
+    except Exception as e:  # whatever it is that is missing, the Python path does the same
+        _why_no_helper = f"{type(e).__name__}: {e}".splitlines()[0]
+        return None
+
+
+def _built() -> Any:
+    from triton.backends.nvidia.driver import include_dirs
+    from triton.runtime.build import compile_module_from_src
+
+    source = Path(__file__).with_name("_launch.c").read_text(encoding="utf-8")
+    return compile_module_from_src(src=source, name="hal_launch", include_dirs=include_dirs)
+
+
 def _grid3(grid: Grid) -> Grid:
     return (*grid, 1, 1)[:3]
 
@@ -427,6 +519,7 @@ def _changed(used: list[Any]) -> bool:
 _interpreting = threading.RLock()
 """Triton's interpreter keeps the program's place in the grid, and its patches of the language, in globals."""
 
+_why_no_helper = ""
 _kernels: list[Kernel] = []
 _forgetful: list[Any] = []
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (

@@ -76,6 +76,7 @@ class Rig:
         monkeypatch.setattr(launch, "_stream", lambda device: self.streams[device])
         monkeypatch.setattr(launch, "_current_device", lambda: self.current)
         monkeypatch.setattr(launch, "_why_not_prebound", None)
+        monkeypatch.setattr(launch, "_helper", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
