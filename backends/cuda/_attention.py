@@ -98,6 +98,12 @@ def step(acc, top, total, s, v):
     return acc, new, total
 
 
+@triton.jit
+def settled(x):
+    """`x`, waited for. On Hopper a product left running over a loop's end makes ptxas run all products one by one."""
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 # --- the host's side --------------------------------------------------------------------------------
 
 

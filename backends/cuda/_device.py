@@ -16,6 +16,20 @@ def pdl(device: int) -> bool:
     return device >= 0 and launch.lane() == "device" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+target = 90
+"""The compute capability that launches are recorded for (`hal inspect`)."""
+
+
+def arch(device: int) -> int:
+    """Compute capability, 10 times the major version; without a device `target`."""
+    return target if device < 0 else _arch(device)
+
+
+@cache
+def _arch(device: int) -> int:
+    return 10 * torch.cuda.get_device_capability(device)[0]
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Streaming multiprocessors of a device; 1 for the interpreter's."""

@@ -17,7 +17,7 @@ from hal import launch
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, entry, factor, lengths, logits, place, step, tile
-from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._device import arch, multiprocessors, pdl
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
@@ -25,13 +25,18 @@ SHORTEST = 128
 """Keys that a part has at least."""
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
+FEW = 32
+"""So few are looked at by each warp for itself, without a barrier."""
 
 
 @triton.jit
 def _chunk(
     kv_indptr, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs."""
+    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs; more, if with
+    more there are no more parts than `programs`, which run at once: a second wave for a few of them costs a whole one.
+    In 32 bits: a division in 64 is a call.
+    """
     total = tl.zeros((), tl.int64)
     for b in range(0, bs, BLOCK):
         i = b + tl.arange(0, BLOCK)
@@ -39,8 +44,23 @@ def _chunk(
         if WINDOW:
             n = tl.minimum(n, window + 1)
         total += tl.sum(n.to(tl.int64))
-    most = tl.maximum((total + programs - 1) // programs, SHORTEST)
+    fits = total < 2**31 - 1
+    most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
+    most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
+    if (bs > 1) & (bs < programs):
+        count = tl.sum(_counts(kv_indptr, tl.arange(0, BLOCK), nnz, bs, most, window, WINDOW))
+        if (count > programs) & (bs <= BLOCK):
+            most = _wider(most, count, programs)
+            count = tl.sum(_counts(kv_indptr, tl.arange(0, BLOCK), nnz, bs, most, window, WINDOW))
+            most = tl.where(count > programs, _wider(most, count, programs), most)
     return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+
+
+@triton.jit
+def _wider(most, count, programs):
+    """`most` times count / programs, or about that; never less."""
+    about = most.to(tl.float32) * (count.to(tl.float32) / programs.to(tl.float32))
+    return tl.maximum(most, tl.minimum(about, 2.0**30).to(tl.int32) + 1)
 
 
 @triton.jit
@@ -48,7 +68,34 @@ def _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
     n = lengths(kv_indptr, i, i < bs, nnz)
     if WINDOW:
         n = tl.minimum(n, window + 1)
-    return tl.where(i < bs, tl.maximum((n + chunk - 1) // chunk, 1), 0)
+    return tl.where(i < bs, tl.maximum(n - 1, 0) // chunk + 1, 0)
+
+
+@triton.jit
+def _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """(the request that part c is of, or bs, and the parts before that request's)."""
+    request = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    base = tl.zeros((), tl.int32)
+    for b in range(0, bs, BLOCK):
+        n = _counts(kv_indptr, b + tl.arange(0, BLOCK), nnz, bs, chunk, window, WINDOW)
+        stop = base + tl.cumsum(n, 0)
+        mine = (stop <= c) & (n > 0)
+        request += tl.sum(mine.to(tl.int32))
+        before += tl.sum(tl.where(mine, n, 0))
+        base += tl.sum(n)
+    return request, before
+
+
+@triton.jit
+def _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Parts of the requests before this one."""
+    before = tl.zeros((), tl.int32)
+    for b in range(0, request, BLOCK):
+        i = b + tl.arange(0, BLOCK)
+        n = _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW)
+        before += tl.sum(tl.where(i < request, n, 0))
+    return before
 
 
 @launch.jit(
@@ -67,7 +114,7 @@ def decode_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, K_KIND: tl.constexpr,
     V_KIND: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -77,17 +124,12 @@ def decode_attention_kernel(
     vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
-    chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
-    request = 0
-    before = 0
-    base = 0
-    for b in range(0, bs, BLOCK):
-        n = _counts(kv_indptr, b + tl.arange(0, BLOCK), nnz, bs, chunk, window, WINDOW)
-        stop = base + tl.cumsum(n, 0)
-        mine = (stop <= c) & (n > 0)
-        request += tl.sum(mine.to(tl.int32))
-        before += tl.sum(tl.where(mine, n, 0))
-        base += tl.sum(n)
+    if bs <= FEW:
+        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, FEW)
+        request, before = _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW, FEW)
+    else:
+        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
+        request, before = _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW, BLOCK)
     if request < bs:
         begin = entry(kv_indptr, request, nnz)
         length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
@@ -95,8 +137,8 @@ def decode_attention_kernel(
             seen = tl.minimum(length, window + 1)
             begin += length - seen
             length = seen
-        parts = tl.maximum((length + chunk - 1) // chunk, 1)
-        own = ((length + parts - 1) // parts + N - 1) // N * N
+        parts = tl.maximum(length - 1, 0) // chunk + 1
+        own = (tl.maximum(length - 1, 0) // parts + N) // N * N
         low = (c - before) * own
         high = tl.minimum(low + own, length)
 
@@ -160,22 +202,24 @@ def decode_attention_kernel(
 def decode_merge_kernel(
     kv_indptr, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, nnz: tl.int64, bs: tl.int32,
     programs: tl.int32, window: tl.int32, Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, LSE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, LSE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(0) // Q_HEADS
     head = tl.program_id(0) % Q_HEADS
-    chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
+    if bs <= FEW:
+        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, FEW)
+    else:
+        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
     parts = tl.sum(_counts(kv_indptr, request + tl.zeros((1,), tl.int32), nnz, bs, chunk, window, WINDOW))
     if parts > 1:
-        before = 0
-        for b in range(0, request, BLOCK):
-            i = b + tl.arange(0, BLOCK)
-            n = _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW)
-            before += tl.sum(tl.where(i < request, n, 0))
+        if bs <= FEW:
+            before = _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW, FEW)
+        else:
+            before = _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW, BLOCK)
         d = tl.arange(0, DV_PAD)
         top = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
@@ -211,11 +255,13 @@ _outgrown: list[Tensor] = []
 """Earlier scratch: a captured graph may still write to it."""
 
 
-def tiles(group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def tiles(
+    group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int
+) -> tuple[int, int, int, int]:
     """(M, N, warps, stages): query heads and keys of a tile."""
     m = min(64, max(16, triton.next_power_of_2(group)))
     if dtype == torch.float32:
-        return (16, 32, 4, 2) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
+        return (16, 32, 4, 2 if arch < 100 else 1) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
     if head_dim > 256:
         return (min(m, 32), 32, 8, 2)
     return m, 64 if head_dim <= 128 else 32, 4, 3
@@ -227,7 +273,7 @@ def _plan(
 ) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
-    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype)
+    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(q.get_device()))
     blocks = kv_heads * -(-group // m)
     k_page, kc = _attention.paging(k_cache)
     v_page, vc = _attention.paging(v_cache)
@@ -240,7 +286,8 @@ def _plan(
     device = q.get_device()
     on = pdl(device)
     common = {
-        "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "PDL": on, "launch_pdl": on,
+        "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
+        "launch_pdl": on,
     }  # fmt: skip
     run = decode_attention_kernel.bind(
         Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad,

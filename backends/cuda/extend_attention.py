@@ -15,39 +15,58 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal import launch
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
-from hal.backends.cuda._attention import LN2, entry, factor, lengths, logits, place, step, tile
-from hal.backends.cuda._device import pdl
+from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
+from hal.backends.cuda._device import arch, pdl
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
+FEW = 32
+"""So few are looked at by each warp for itself, without a barrier."""
 
 
 @triton.jit
 def _over(
-    acc, top, total, q0, q1, k_base, v_base, slots, low, high, num_slots, position, by, cap, window,
-    kc_page, kc_token, vc_page, vc_token, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SHARED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    q0, q1, k_base, v_base, slots, low, high, inner, full, num_slots, position, by, sign, cap, window,
+    kc_page, kc_token, vc_page, vc_token, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SHARED: tl.constexpr, CAUSAL: tl.constexpr, STRICT: tl.constexpr,
+    STAGES: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over entries [low, high); unless MASKED every row sees them all."""
+    """The running softmax over entries [low, high), and whether one of them was no slot.
+
+    Every row sees all of [inner, full): only tiles outside are masked. Unless STRICT the result counts only if every
+    entry was a slot: a key that is not there has been taken for one of zeros. `top` and the logits are in units
+    of 1 / `by`.
+    """
+    top = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, DV_PAD), tl.float32)
+    bad = tl.zeros((N,), tl.int32)
+    unit = LOG2E if CAP else by
     for j in tl.range(low, high, N, num_stages=STAGES):
         entries = j + tl.arange(0, N)
-        if MASKED:
-            slot = tl.load(slots + entries, entries < high, other=-1).to(tl.int64)
-        else:
-            slot = tl.load(slots + entries).to(tl.int64)
+        slot = tl.load(slots + entries, entries < high, other=-1).to(tl.int64)
         ok = (slot >= 0) & (slot < num_slots)
         row = place(slot, kc_page, kc_token, K_PAGE)
         k0 = tile(k_base, row, ok, 0, D0, D).to(q0.dtype)
-        k1 = k0
+        s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if D1:
             k1 = tile(k_base, row, ok, D0, D1, D).to(q0.dtype)
-        s = logits(q0, q1, k0, k1, by, cap, CAP, D1 > 0)
-        # An addend for each key, so that it is contracted with the scaling.
-        s = s + tl.where(ok, 0.0, float("-inf"))[None, :]
-        if MASKED:
-            if CAUSAL:
-                s = tl.where(entries[None, :] <= position[:, None], s, float("-inf"))
+            s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+        if STRICT:
+            s *= sign
+        if CAP:
+            s = cap * tanh(s * (by / cap))
+        if STRICT:
+            s += tl.where(ok, 0.0, float("-inf"))[None, :]
+        else:
+            bad |= ((entries < high) & ~ok).to(tl.int32)
+        edge = j + N > full
+        if WINDOW:
+            edge = edge | (j < inner)
+        if edge:
+            last = tl.minimum(position, high - 1) if CAUSAL else tl.zeros_like(position) + (high - 1)
+            s = tl.where(entries[None, :] <= last[:, None], s, float("-inf"))
             if WINDOW:
                 s = tl.where(entries[None, :] >= position[:, None] - window, s, float("-inf"))
         if SHARED:
@@ -56,8 +75,43 @@ def _over(
             if V_PAGE:  # else v lies as k does
                 row = place(slot, vc_page, vc_token, V_PAGE)
             v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
-        acc, top, total = step(acc, top, total, s, v)
-    return acc, top, total
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new) * unit
+        p = tl.exp2(s * unit - base[:, None])
+        keep = tl.exp2(top * unit - base)
+        total = total * keep + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        if SETTLED:
+            acc = settled(acc)
+        top = new
+    return acc, top, total, bad
+
+
+@triton.jit
+def _find(qo_indptr, c, n, bs, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """(the request that tile c is of, tiles before that request's)."""
+    request = tl.zeros((), tl.int64)
+    before = tl.zeros((), tl.int64)
+    base = tl.zeros((), tl.int64)
+    for b in range(0, bs, BLOCK):
+        i = b + tl.arange(0, BLOCK)
+        many = ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(tl.int64)
+        mine = (base + tl.cumsum(many, 0) <= c) & (i < bs)
+        request += tl.sum(mine.to(tl.int64))
+        before += tl.sum(tl.where(mine, many, 0))
+        base += tl.sum(many)
+    return request, before
+
+
+@triton.jit
+def _tiles(qo_indptr, n, bs, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tiles there are."""
+    every = tl.zeros((), tl.int64)
+    for b in range(0, bs, BLOCK):
+        i = b + tl.arange(0, BLOCK)
+        many = (lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS
+        every += tl.sum(many.to(tl.int64))
+    return every
 
 
 @launch.jit(
@@ -76,7 +130,8 @@ def extend_attention_kernel(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
+    FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -90,26 +145,25 @@ def extend_attention_kernel(
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS + r % HEADS
     head = kv_head * GROUP + member
     by = scale * factor(k_scale, K_KIND)
+    # Logits stay in the dot product's units up to the exponential, where one fused operation scales them. So that the
+    # greatest is the greatest there too, a sign goes to the dot products; a scale of 0 is one too small to be seen.
+    sign = tl.where(by < 0, -1.0, 1.0)
+    by = tl.maximum(tl.abs(by), 1e-30)
+    if not CAP:
+        by *= LOG2E
     k_base = k_cache + kv_head * kc_head
     v_base = v_cache + kv_head * vc_head
 
-    every = tl.zeros((), tl.int64)
-    for b in range(0, bs, BLOCK):
-        i = b + tl.arange(0, BLOCK)
-        many = (lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS
-        every += tl.sum(many.to(tl.int64))
+    if bs <= FEW:
+        every = _tiles(qo_indptr, n, bs, TOKENS, FEW)
+    else:
+        every = _tiles(qo_indptr, n, bs, TOKENS, BLOCK)
     for turn in range((tl.program_id(0) // BLOCKS).to(tl.int64), every, around):
         c = every - 1 - turn
-        request = tl.zeros((), tl.int64)
-        before = tl.zeros((), tl.int64)
-        base = tl.zeros((), tl.int64)
-        for b in range(0, bs, BLOCK):
-            i = b + tl.arange(0, BLOCK)
-            many = ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(tl.int64)
-            mine = (base + tl.cumsum(many, 0) <= c) & (i < bs)
-            request += tl.sum(mine.to(tl.int64))
-            before += tl.sum(tl.where(mine, many, 0))
-            base += tl.sum(many)
+        if bs <= FEW:
+            request, before = _find(qo_indptr, c, n, bs, TOKENS, FEW)
+        else:
+            request, before = _find(qo_indptr, c, n, bs, TOKENS, BLOCK)
         first = entry(qo_indptr, request, n)
         news = entry(qo_indptr, request + 1, n) - first
         begin = entry(kv_indptr, request, nnz)
@@ -128,34 +182,33 @@ def extend_attention_kernel(
         high = length
         if CAUSAL:
             high = tl.minimum(length, tl.maximum(length - news + tl.minimum(token + TOKENS, news), 0))
-        full = high // N * N
+        full = high
         if CAUSAL:
-            full = tl.minimum(full, tl.maximum(lowest + 1, 0) // N * N)
+            full = tl.minimum(full, tl.maximum(lowest + 1, 0))
+        inner = 0
         if WINDOW:
             low = tl.maximum(lowest - window, 0) // N * N
-            full = low
-        top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, DV_PAD), tl.float32)
+            inner = lowest + (TOKENS - 1) - window
         slots = kv_indices + begin.to(tl.int64)
-        if not WINDOW:
-            acc, top, total = _over(
-                acc, top, total, q0, q1, k_base, v_base, slots, low, full, num_slots, position, by, cap, window,
-                kc_page, kc_token, vc_page, vc_token, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, WINDOW, CAP, SHARED,
-                CAUSAL, False, STAGES,
-            )  # fmt: skip
-        acc, top, total = _over(
-            acc, top, total, q0, q1, k_base, v_base, slots, full, high, num_slots, position, by, cap, window, kc_page,
-            kc_token, vc_page, vc_token, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, WINDOW, CAP, SHARED, CAUSAL, True,
-            STAGES,
+        acc, top, total, bad = _over(
+            q0, q1, k_base, v_base, slots, low, tl.where(sign < 0, low, high), inner, full, num_slots, position, by,
+            sign, cap, window, kc_page, kc_token, vc_page, vc_token, M, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE,
+            WINDOW, CAP, SHARED, CAUSAL, False, STAGES, PDL,
         )  # fmt: skip
+        if (tl.max(bad) != 0) | (sign < 0):
+            acc, top, total, bad = _over(
+                q0, q1, k_base, v_base, slots, low, high, inner, full, num_slots, position, by, sign, cap, window,
+                kc_page, kc_token, vc_page, vc_token, M, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, WINDOW, CAP, SHARED,
+                CAUSAL, True, 2, PDL,
+            )  # fmt: skip
         some = total != 0.0
         acc = acc * (factor(v_scale, V_KIND) / tl.where(some, total, 1.0))[:, None]
         d = tl.arange(0, DV_PAD)[None, :]
         to = out + (at * out_row + head * out_head)[:, None] + d
         tl.store(to, acc.to(out.dtype.element_ty), there[:, None] & (d < DV))
         if LSE:
-            sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+            unit = LOG2E if CAP else by
+            sums = tl.where(some, top * unit + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
             tl.store(lse + at * Q_HEADS + head, sums * LN2, there)
 
 
@@ -163,14 +216,23 @@ _plans: dict[tuple[object, ...], tuple[launch.Launch, int, int, tuple[int, ...]]
 
 
 def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tuple[int, int, int, int]:
-    """(M, N, warps, stages): rows and keys of a tile. The largest that compile without spills (`hal inspect`)."""
+    """(M, N, warps, stages): rows and keys of a tile.
+
+    Measured on sm_90, where fewer stages than 5 leave no load in flight over a product, since slots are read a stage
+    before rows. On others untuned: the largest that compile without spills (`hal inspect`).
+    """
+    most = max(head_dim, v_head_dim)
     if dtype == torch.float32:
-        return (16, 32, 4, 2) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
+        if arch == 80:
+            return (16, 32, 4, 1) if most <= 128 else (16, 32, 8, 1) if most <= 256 else (16, 16, 8, 2)
+        return (16, 32, 4, 2) if most <= 128 else (16, 16, 8, 1)
     if head_dim > 256:
-        return 32, 32, 8, 2
-    if max(head_dim, v_head_dim) > 128:
+        return 32, 16, 8, 2
+    if most > 128:
         return (64, 32, 8, 2) if arch < 100 else (32, 32, 4, 2)
-    return 128, 64, 8, 3
+    if head_dim & (head_dim - 1):  # a head in two tiles
+        return {80: (128, 32, 8, 3), 90: (128, 64, 8, 3)}.get(arch, (64, 32, 8, 2))
+    return {80: (128, 64, 8, 3), 90: (128, 64, 8, 5)}.get(arch, (64, 32, 8, 3))
 
 
 def _plan(
@@ -180,8 +242,7 @@ def _plan(
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
-    arch = 90 if device < 0 else 10 * torch.cuda.get_device_capability(device)[0]
-    m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch)
+    m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
     heads = min(group, m)
     blocks = kv_heads * -(-group // heads)
     k_page, kc = _attention.paging(k_cache)
@@ -196,7 +257,7 @@ def _plan(
         Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, HEADS=heads, TOKENS=m // heads, M=m, N=n, D=dim, D0=d0, D1=d1,
         DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)), K_PAGE=k_page, V_PAGE=v_page, CAUSAL=causal,
         WINDOW=window, CAP=cap, K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared,
-        LSE=lse is not None, UNIT=unit, STAGES=stages, BLOCK=BLOCK, PDL=on, launch_pdl=on, num_warps=warps,
+        LSE=lse is not None, UNIT=unit, STAGES=stages, BLOCK=BLOCK, FEW=FEW, PDL=on, launch_pdl=on, num_warps=warps,
     )  # fmt: skip
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 
