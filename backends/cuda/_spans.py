@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """What the kernels over ragged requests share.
 
-A program has a group of GROUP requests (or several, one after the other), and of their outputs every PARTS-th
-chunk. It sums the lengths of all requests before its own in whole tiles; programs are bounded in number, so that
-is linear in the requests. In a chunk no request is searched for: the request of output o is the number of the
-group's ends <= o, by comparing all with all in registers.
+A program has a group of requests (or several, one after the other), and of each request's outputs every PARTS-th
+chunk: a tile of [requests, outputs], whose rows are runs of memory. While there are programs for all, a group is one
+request. The lengths of all requests before the group are added up lane by lane and reduced once; programs are bounded
+in number, so that is linear in the requests.
 """
 
 import triton
@@ -12,13 +12,15 @@ import triton.language as tl
 
 from hal.backends.cuda._device import multiprocessors
 
-GROUP = 32
-"""Requests compared with a chunk at once."""
+MANY = 8
+"""Requests of a group, where there are more of them than programs."""
 TILE = 1024
-"""Lengths summed at once."""
-BLOCK = 256
-"""Outputs in a chunk."""
-WARPS = 8
+"""Lengths added at once."""
+WARPS = 4
+
+
+CHUNKS = {1: 256, MANY: 128}
+"""Outputs of each request that a program makes at once, by the requests of its group."""
 
 
 @triton.jit
@@ -42,21 +44,6 @@ def extents(prefixes, lens, j, bs, PREFIX: tl.constexpr):
 
 
 @triton.jit
-def owners(ending, low, BLOCK: tl.constexpr):
-    """Of outputs low to low + BLOCK: how many of the group's requests end at or before each, and its place in its own.
-
-    `ending` [GROUP]: where each request of the group ends.
-    """
-    o = tl.arange(0, BLOCK)
-    run = tl.max(tl.where(ending <= low, ending, 0), 0)
-    near = tl.minimum(tl.maximum(ending - low, 0), BLOCK).to(tl.int32)[:, None]
-    before = near <= o[None, :]
-    behind = tl.sum(before.to(tl.int32), 0)
-    began = tl.max(tl.where(before, near, 0), 0)
-    return behind, low + o - tl.where(began > 0, low + began, run)
-
-
-@triton.jit
 def slot_of(page, at, PAGE: tl.constexpr, WIDE: tl.constexpr):
     """The slot `at` places into `page`, or -1 where int32 (WIDE: int64) can't hold all slots of the page."""
     top: tl.constexpr = 9223372036854775807 if WIDE else 2147483647
@@ -64,11 +51,22 @@ def slot_of(page, at, PAGE: tl.constexpr, WIDE: tl.constexpr):
     return tl.where(ok, tl.where(ok, page, 0) * PAGE + at, -1)
 
 
-def grid(bs: int, size: int, device: int) -> tuple[tuple[int, int, int], int, int]:
-    """(grid, groups of a program, parts of a group) for `bs` requests with up to `size` outputs."""
-    most = 4 * multiprocessors(device)
-    groups = -(-bs // GROUP) or 1
-    each = -(-groups // most)
+@triton.jit
+def turns(count, part, log, CHUNK: tl.constexpr):
+    """How many chunks of `count` outputs are this part's: every 2^log-th. No division: in 64 bits that is a call."""
+    return (tl.maximum(count - part * CHUNK, 0) + ((CHUNK << log) - 1)) // CHUNK >> log
+
+
+def grid(
+    bs: int, size: int, device: int, chunks: dict[int, int] = CHUNKS
+) -> tuple[tuple[int, int, int], int, int, int]:
+    """(grid, requests of a group, groups of a program, log2 of a group's parts) for `bs` requests, `size` outputs."""
+    sms = multiprocessors(device)
+    group = 1 if bs <= 4 * sms else MANY
+    groups = -(-bs // group) or 1
+    each = -(-groups // (4 * sms))
     programs = -(-groups // each)
-    parts = min(-(-size // BLOCK) or 1, most // programs or 1)
-    return (programs * parts, 1, 1), each, parts
+    # No more parts than run at once: each one adds up the lengths anew.
+    parts = min(-(-size // chunks[group]) or 1, sms // programs or 1)
+    log = parts.bit_length() - 1
+    return (programs << log, 1, 1), group, each, log

@@ -15,7 +15,7 @@ from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import slot_of
 
 BLOCK = 256
-TILE = 2048
+TILE = 1024
 
 
 @triton.jit

@@ -5,13 +5,20 @@ The requests are shared out as `_spans` says, with two running sums: tokens, and
 the list's length before it is read.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor, empty, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import BLOCK, GROUP, TILE, WARPS, extents, grid, owners, slot_of
+from hal.backends.cuda._spans import CHUNKS, TILE, WARPS, extents, grid, slot_of, turns
+
+
+@triton.jit
+def _pages(tokens, PAGE: tl.constexpr):
+    """How many pages they begin. Below 2^31, so 32 bits divide faster."""
+    return ((tokens.to(tl.uint32) + (PAGE - 1)) // PAGE).to(tl.int64)
 
 
 @launch.jit(
@@ -26,66 +33,76 @@ from hal.backends.cuda._spans import BLOCK, GROUP, TILE, WARPS, extents, grid, o
         "n",
         "size",
         "each",
-        "parts",
+        "log",
     )
 )
 def alloc_extend_kernel(
-    prefixes, lens, last, free, out, result, bs: tl.int64, n: tl.int64, size: tl.int64, each: tl.int32, parts: tl.int32,
-    PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    prefixes, lens, last, free, out, result, bs: tl.int64, n: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first = (tl.program_id(0) // parts).to(tl.int64) * each * GROUP
-    part = (tl.program_id(0) % parts).to(tl.int64)
-    total = tl.zeros([], tl.int64)
-    pages = tl.zeros([], tl.int64)
+    first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
+    part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
+    # Asked for before the sums.
+    prefix, seq = extents(prefixes, lens, first + tl.arange(0, GROUP), bs, True)
+    loc = tl.load(last + first + tl.arange(0, GROUP), first + tl.arange(0, GROUP) < bs, other=-1).to(tl.int64)
+    lanes = tl.zeros([TILE], tl.int64)
+    opens = tl.zeros([TILE], tl.int64)
     for at in range(0, first, TILE):
-        prefix, seq = extents(prefixes, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), True)
-        total += tl.sum(seq - prefix, 0)
-        pages += tl.sum((seq + PAGE - 1) // PAGE - (prefix + PAGE - 1) // PAGE, 0)
+        a, b = extents(prefixes, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), True)
+        lanes += b - a
+        opens += _pages(b, PAGE) - _pages(a, PAGE)
+    total = tl.sum(lanes, 0)
+    pages = tl.sum(opens, 0)
     for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
-        prefix, seq = extents(prefixes, lens, group + tl.arange(0, GROUP), bs, True)
-        opened = (prefix + PAGE - 1) // PAGE
-        taken = (seq + PAGE - 1) // PAGE - opened
-        ending = tl.cumsum(seq - prefix, 0)
-        # The page of position p is free[base + p // PAGE]; a sum over the group, since registers have no index.
-        base = tl.cumsum(taken, 0) - taken - opened
-        stop = tl.minimum(tl.sum(seq - prefix, 0), size - total)
-        for low in range(part * BLOCK, stop, parts * BLOCK):
-            behind, t = owners(ending, low, BLOCK)
-            o = low + tl.arange(0, BLOCK)
-            mine = o < stop
-            own = tl.arange(0, GROUP)[:, None] == behind[None, :]
-            ahead = tl.sum(tl.where(own, base[:, None], 0), 0)
-            start = tl.load(prefixes + group + behind, mine, other=0).to(tl.int64)
-            position = start + t
-            is_open = position // PAGE < (start + PAGE - 1) // PAGE
-            loc = tl.load(last + group + behind, mine & is_open, other=-1).to(tl.int64)
-            follows = (loc >= 0) & (loc % PAGE == (start + PAGE - 1) % PAGE)
-            index = pages + ahead + position // PAGE
+        if GROUP > 1:
+            j = group + tl.arange(0, GROUP)
+            prefix, seq = extents(prefixes, lens, j, bs, True)
+            loc = tl.load(last + j, j < bs, other=-1).to(tl.int64)
+        length, opened = seq - prefix, _pages(prefix, PAGE)
+        taken = _pages(seq, PAGE) - opened
+        # The page of position p is free[base + p // PAGE], where it is not the open one.
+        base = (pages + tl.cumsum(taken, 0) - taken - opened)[:, None]
+        to = (total + tl.cumsum(length, 0) - length)[:, None]
+        follows = (loc >= 0) & (loc % PAGE == (prefix + PAGE - 1) % PAGE)
+        current = tl.where(follows, loc // PAGE, -1)[:, None]
+        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
+            mine = (t < length[:, None]) & (t < size - to)
+            position = (prefix[:, None] + t).to(tl.int32)
+            page = position // PAGE
+            is_open = page < opened[:, None]
+            index = base + page
             there = mine & (index >= 0) & (index < n) & (is_open == 0)
             new = tl.load(free + tl.where(there, index, 0), there, other=-1).to(tl.int64)
-            page = tl.where(is_open, tl.where(follows, loc // PAGE, -1), new)
-            slot = slot_of(page, position % PAGE, PAGE, WIDE)
-            tl.store(out + total + o, slot.to(out.dtype.element_ty), mine)
-        total += tl.sum(seq - prefix, 0)
+            slot = slot_of(tl.where(is_open, current, new), position - page * PAGE, PAGE, WIDE)
+            tl.store(out + to + t, slot.to(out.dtype.element_ty), mine)
+        total += tl.sum(length, 0)
         pages += tl.sum(taken, 0)
     if first + each * GROUP >= bs:
         if part == 0:
             tl.store(result, pages)
-        for low in range(total + part * BLOCK, size, parts * BLOCK):
-            o = low + tl.arange(0, BLOCK)
-            tl.store(out + o, tl.full([BLOCK], -1, out.dtype.element_ty), o < size)
+        for turn in range(turns(size - total, part, log, CHUNK)):
+            o = total + ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)
+            tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-class _Launches(dict[tuple[int, int, bool], launch.Launch]):
-    def __missing__(self, key: tuple[int, int, bool]) -> launch.Launch:
-        device, page, wide = key
+class _Launches(dict[tuple[int, int, bool, int], launch.Launch]):
+    def __missing__(self, key: tuple[int, int, bool, int]) -> launch.Launch:
+        device, page, wide, group = key
         on = pdl(device)
         self[key] = alloc_extend_kernel.bind(
-            PAGE=page, WIDE=wide, PDL=on, BLOCK=BLOCK, GROUP=GROUP, TILE=TILE, num_warps=WARPS, launch_pdl=on
+            PAGE=page,
+            WIDE=wide,
+            PDL=on,
+            CHUNK=CHUNKS[group],
+            GROUP=group,
+            TILE=TILE,
+            num_warps=WARPS,
+            launch_pdl=on,
         )
         return self[key]
 
@@ -99,8 +116,8 @@ def alloc_extend(
     bs, size = prefix_lens.numel(), out.numel()
     device = out.get_device()
     total = empty(1, dtype=int64, device=out.device)
-    programs, each, parts = grid(bs, size, device)
-    _launches[device, page_size, out.dtype is int64].start(
+    programs, group, each, log = grid(bs, size, device)
+    _launches[device, page_size, out.dtype is int64, group].start(
         programs,
         prefix_lens,
         seq_lens,
@@ -112,7 +129,7 @@ def alloc_extend(
         free_pages.numel(),
         size,
         each,
-        parts,
+        log,
     )
     return total
 

@@ -300,6 +300,7 @@ def rope_kv_write(
             k_scale.__class__, v_scale.__class__,
         )  # fmt: skip
     plan = _plans.get(key)
+    new = plan is None
     if plan is None:
         plan = _plan(q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k)
     if k_scale.__class__ is int or v_scale.__class__ is int:
@@ -311,7 +312,7 @@ def rope_kv_write(
         q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, *plan.strides,
         max_positions, num_slots, n,
     )  # fmt: skip
-    if key not in _plans:
+    if new:
         # All at once: a request must not wait for the compiler because more tokens came.
         for _, other, *_ in plan.sizes:
             other.prepare(*args)

@@ -10,52 +10,60 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import BLOCK, GROUP, TILE, WARPS, clamped, grid, owners
+from hal.backends.cuda._spans import CHUNKS, TILE, WARPS, clamped, grid, turns
 
 
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "starts", "ends", "src", "bs", "rows", "width", "stride", "size", "each", "parts",
+        "table", "requests", "starts", "ends", "src", "bs", "rows", "width", "stride", "size", "each", "log",
     )
 )  # fmt: skip
 def write_kernel(
     table, requests, starts, ends, src,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, parts: tl.int32,
-    PDL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
+    PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first = (tl.program_id(0) // parts).to(tl.int64) * each * GROUP
-    part = (tl.program_id(0) % parts).to(tl.int64)
-    total = tl.zeros([], tl.int64)
+    first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
+    part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
+    lanes = tl.zeros([TILE], tl.int64)
     for at in range(0, first, TILE):
-        total += tl.sum(clamped(starts, ends, at + tl.arange(0, TILE), tl.minimum(bs, first), size), 0)
+        lanes += clamped(starts, ends, at + tl.arange(0, TILE), tl.minimum(bs, first), size)
+    total = tl.minimum(tl.sum(lanes, 0), size)
     for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
-        length = clamped(starts, ends, group + tl.arange(0, GROUP), bs, size)
-        ending = tl.cumsum(length, 0)
-        stop = tl.minimum(tl.sum(length, 0), size - total)
-        for low in range(part * BLOCK, stop, parts * BLOCK):
-            behind, t = owners(ending, low, BLOCK)
-            o = low + tl.arange(0, BLOCK)
-            there = o < stop
-            slot = tl.load(src + total + o, there, other=-1).to(tl.int64)
-            request = tl.load(requests + group + behind, there, other=-1).to(tl.int64)
-            start = tl.load(starts + group + behind, there, other=0).to(tl.int64)
-            there = there & (request >= 0) & (request < rows) & (start >= -t) & (start < width - t)
-            there = there & (slot >= 0) & (slot <= 2147483647)
-            column = tl.where(there, start, 0) + tl.where(there, t, 0)
-            tl.store(table + tl.where(there, request, 0) * stride + column, slot.to(tl.int32), there)
-        total += tl.sum(length, 0)
+        j = group + tl.arange(0, GROUP)
+        length = clamped(starts, ends, j, bs, size)
+        request = tl.load(requests + j, j < bs, other=-1).to(tl.int64)
+        start = tl.load(starts + j, j < bs, other=0).to(tl.int64)[:, None]
+        known = (request >= 0) & (request < rows)
+        row = (table + tl.where(known, request, 0) * stride)[:, None]
+        of = (total + tl.cumsum(length, 0) - length)[:, None]
+        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
+            there = (t < length[:, None]) & (t < size - of)
+            slot = tl.load(src + of + t, there, other=-1).to(tl.int64)
+            there = (
+                there
+                & known[:, None]
+                & (start >= -t)
+                & (start < width - t)
+                & (slot >= 0)
+                & (slot <= 2147483647)
+            )
+            tl.store(row + tl.where(there, start + t, 0), slot.to(tl.int32), there)
+        total = tl.minimum(total + tl.sum(length, 0), size)
 
 
-class _Launches(dict[int, launch.Launch]):
-    def __missing__(self, device: int) -> launch.Launch:
+class _Launches(dict[tuple[int, int], launch.Launch]):
+    def __missing__(self, key: tuple[int, int]) -> launch.Launch:
+        device, group = key
         on = pdl(device)
-        self[device] = write_kernel.bind(
-            PDL=on, BLOCK=BLOCK, GROUP=GROUP, TILE=TILE, num_warps=WARPS, launch_pdl=on
+        self[key] = write_kernel.bind(
+            PDL=on, CHUNK=CHUNKS[group], GROUP=group, TILE=TILE, num_warps=WARPS, launch_pdl=on
         )
-        return self[device]
+        return self[key]
 
 
 _launches: _Launches = launch.keeps(_Launches())
@@ -69,10 +77,10 @@ def write_req_to_token(
         return
     rows, width = req_to_token.shape
     device = src.get_device()
-    programs, each, parts = grid(bs, size, device)
-    _launches[device].start(
+    programs, group, each, log = grid(bs, size, device)
+    _launches[device, group].start(
         programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
-        bs, rows, width, req_to_token.stride(0), size, each, parts,
+        bs, rows, width, req_to_token.stride(0), size, each, log,
     )  # fmt: skip
 
 
