@@ -11,20 +11,26 @@ Example:
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hal import launch, ops
 from hal._errors import HalError
+from hal.backends.cuda import _device, hal_backend
 
 ARCHES = (80, 90, 100)
-OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+OPS = tuple(hal_backend().ops)
 Call = tuple[launch.Launch, tuple[Any, ...]]
 
 
@@ -46,19 +52,19 @@ class Row:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Launches inside are recorded, not started."""
+def recorded(arch: int = 90) -> Iterator[list[Call]]:
+    """Launches inside are recorded as they would be on compute capability `arch`, not started."""
     calls: list[Call] = []
 
     def record(self: launch.Launch, grid: Any, *args: Any) -> None:
         calls.append((self, args))
 
-    launch.Launch.recorder = record
+    launch.Launch.recorder, _device.target = record, arch
     launch.forget()
     try:
         yield calls
     finally:
-        launch.Launch.recorder = None
+        launch.Launch.recorder, _device.target = None, 90
         launch.forget()
 
 
@@ -119,7 +125,7 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
     return done.stdout
 
 
-def calls(op: str, sample: Any) -> list[Call]:
+def calls(op: str, sample: Any, arch: int = 90) -> list[Call]:
     """The launches of one sample of the contract."""
     spec = ops.spec(op)
     launcher: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
@@ -127,7 +133,7 @@ def calls(op: str, sample: Any) -> list[Call]:
     import inspect
 
     parameters = inspect.signature(spec.reference).parameters.values()
-    with recorded() as found:
+    with recorded(arch) as found:
         launcher(
             *(values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY),
             **{p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY},
@@ -142,7 +148,7 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
         cache = str(sample.params.get("cache_dtype"))
         if sample.large or only not in sample.name or (arch < 89 and cache.startswith("e")):
             continue  # fp8 caches: `supports` refuses them there
-        for call in calls(name, sample):
+        for call in calls(name, sample, arch):
             compiled = compile_call(call, arch)
             if compiled.hash in seen:
                 continue
@@ -155,11 +161,12 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
             )  # fmt: skip
 
 
-def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
+def inspect(kernel: str | None = None, jobs: int | None = None) -> list[dict[str, Any]]:
     """Rows for ``hal inspect``: every kernel and tile that the contract's samples start, on every architecture.
 
     Args:
         kernel: an op's name; None for all.
+        jobs: processes that compile; None: as many as there are processors.
 
     Returns:
         Rows with ``op``, ``case``, ``kernel``, ``arch``, ``registers``, ``spills`` (bytes), ``shared`` (bytes),
@@ -168,14 +175,24 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
     names = [o for o in OPS if kernel in (None, o)]
     if not names:
         raise HalError(f"hal: inspect: no op {kernel!r}; there are: {', '.join(OPS)}")
+    # The longest first; rows come out by op and architecture all the same.
+    work = sorted(((o, a) for o in names for a in ARCHES), key=lambda w: "attention" not in w[0])
+    with ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        rows = [r for part in pool.map(_rows, *zip(*work, strict=True)) for r in part]
+    rows.sort(key=lambda r: (names.index(r.op), r.arch))
     return [
         {
             "op": r.op, "case": r.case, "kernel": r.kernel, "arch": f"sm_{r.arch}", "registers": r.registers,
             "spills": r.spills, "shared": r.shared, "widest_load": r.widest,
             "verdict": "ok" if r.spills == 0 else f"spills {r.spills} bytes",
         }
-        for name in names for arch in ARCHES for r in op(name, arch)
+        for r in rows
     ]  # fmt: skip
+
+
+def _rows(name: str, arch: int) -> list[Row]:
+    torch.set_num_threads(1)
+    return list(op(name, arch))
 
 
 def main() -> int:

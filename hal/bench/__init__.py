@@ -78,7 +78,8 @@ def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
         )
     module = importlib.import_module(f"hal.bench.{kind}")
     names = getattr(module, "TABLES", None) or (
-        "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "launcher",
+        "get_last_loc", "assign_extend_cache_locs", "bookkeeping", "rope_kv_write", "kv_transfer", "launcher",
+        "programmatic_launch",
     )  # fmt: skip
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 

@@ -9,6 +9,7 @@ reference before anything is timed. kv_transfer goes by the wall clock, sync to 
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -413,6 +414,148 @@ def _check_transfer(
             device.k.normal_()
 
 
+# --- bookkeeping ------------------------------------------------------------------------------------
+
+
+def bookkeeping(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), page: int = 16) -> list[Row]:
+    """Rows: op, bs, device and host microseconds of each op that an engine calls around a batch.
+
+    Up to 64 new tokens a request (one for alloc_decode), up to 1024 keys for build_kv_indices. SGLang's
+    kernels of the same name, on the same work; its create_flashinfer_kv_indices is given kv_indptr, which ours makes:
+    ``with cumsum`` is what it takes with torch's sum before it, as SGLang does.
+    """
+    from hal import ops
+
+    memory, allocator = peers.sglang("ops.memory.common"), peers.sglang("ops.memory.allocator")
+    indices, positions = peers.sglang("ops.attention.kv_indices"), peers.sglang("ops.attention.position")
+    table = torch.randint(0, 1 << 20, (4096, 8192), dtype=torch.int32, device="cuda")
+    stride = table.shape[1]
+    out: list[Row] = []
+
+    def measure(
+        op: str, bs: int, ours: list[tuple[Any, ...]], theirs: Callable[..., None], at: int | None
+    ) -> None:
+        """`at`: which argument is written; None: the table."""
+        spec = ops.spec(op)
+        mine = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
+        args = ours[0]
+        wrote = table if at is None else args[at]
+        before = wrote.clone()
+        spec.reference(*args)
+        want = wrote.clone()
+        calls: dict[str, Callable[[int], Any]] = {"hal": lambda i: mine(*ours[i])}
+        if memory is not None:
+            calls["sglang"] = lambda i: theirs(*ours[i])
+        if memory is not None and op == "build_kv_indices":
+
+            def summed(i: int) -> None:
+                torch.cumsum(ours[i][2], 0, dtype=torch.int32, out=ours[i][3][1:])
+                theirs(*ours[i])
+
+            calls["sglang with cumsum"] = summed
+        for name, call in calls.items():
+            wrote.copy_(before)
+            call(0)
+            assert torch.equal(wrote, want), f"{op}: {name}"
+        times = device_us(calls, len(ours), per_graph=48 if bs <= 256 else 24)
+        out.append({"op": op, "bs": bs, "device_us": times, "host_us": host_us(calls, len(ours), 200)})
+
+    def positions_of(prefix: Tensor, seq: Tensor, flat: Tensor) -> None:
+        starts = torch.empty_like(prefix, dtype=torch.int32)
+        positions.compute_position_kernel[(prefix.numel(),)](flat, starts, prefix, seq - prefix, True)
+
+    for bs in sizes:
+        upper = 1 << max(0, bs - 1).bit_length()
+        sets: dict[str, list[tuple[Any, ...]]] = {}
+        for _ in range(4):
+            prefix = torch.randint(0, 4096, (bs,), device="cuda")
+            seq = prefix + torch.randint(1, 65, (bs,), device="cuda")
+            total = int((seq - prefix).sum())
+            last = torch.randint(0, 1 << 16, (bs,), device="cuda") * page + (prefix - 1) % page
+            free = torch.randperm(1 << 18, device="cuda")
+            flat = torch.zeros(total, dtype=torch.int64, device="cuda")
+            requests, zero = torch.randperm(4096, device="cuda")[:bs], torch.zeros_like(prefix)
+            keys = torch.randint(1, 1025, (bs,), device="cuda")
+            indptr = torch.zeros(bs + 1, dtype=torch.int32, device="cuda")
+            indptr[1:] = keys.cumsum(0)
+            packed = torch.zeros(int(keys.sum()), dtype=torch.int32, device="cuda")
+            for op, args in {
+                "alloc_decode": (prefix + 1, last, free, page, torch.zeros_like(prefix)),
+                "alloc_extend": (prefix, seq, last, free, page, flat),
+                "write_req_to_token": (
+                    table,
+                    requests,
+                    zero,
+                    seq - prefix,
+                    torch.randint_like(flat, 1 << 20),
+                ),
+                "compute_positions": (prefix, seq, flat),
+                "build_kv_indices": (table, requests, keys, indptr, packed),
+            }.items():
+                sets.setdefault(op, []).append(args)
+        measure(
+            "alloc_decode", bs, sets["alloc_decode"],
+            lambda seq, last, free, page, flat, u=upper: allocator.alloc_decode_kernel[(len(seq),)](
+                seq, last, free, flat, u, page
+            ), 4,
+        )  # fmt: skip
+        measure(
+            "alloc_extend", bs, sets["alloc_extend"],
+            lambda prefix, seq, last, free, page, flat, u=upper: allocator.alloc_extend_kernel[(len(seq),)](
+                prefix, seq, last, free, flat, u, page
+            ), 5,
+        )  # fmt: skip
+        measure(
+            "write_req_to_token", bs, sets["write_req_to_token"],
+            lambda table, requests, start, end, src: memory.write_req_to_token_pool_triton[(len(requests),)](
+                table, requests, start, start, end, end, src, stride
+            ), None,
+        )  # fmt: skip
+        measure("compute_positions", bs, sets["compute_positions"], positions_of, 2)
+        measure(
+            "build_kv_indices", bs, sets["build_kv_indices"],
+            lambda table, requests, keys, indptr, packed: indices.create_flashinfer_kv_indices_triton[(len(keys),)](
+                table, requests, keys, indptr, None, packed, stride
+            ), 4,
+        )  # fmt: skip
+    return out
+
+
+# --- programmatic launch ----------------------------------------------------------------------------
+
+
+def programmatic_launch() -> list[Row]:
+    """Rows: device microseconds of ops back to back, launched programmatically (``hal``) and not (``without``)."""
+    from hal import launch
+
+    tokens = torch.randint(0, 1 << 20, (4096, 8192), dtype=torch.int32, device="cuda")
+    index = torch.arange(32, device="cuda")
+    packed = torch.empty(128, dtype=torch.int64, device="cuda")
+    cases: dict[tuple[str, str], Callable[[], tuple[Any, ...]]] = {
+        ("get_last_loc", "bs 32"): lambda: (tokens, index, index + 1),
+        ("assign_extend_cache_locs", "bs 32, 4 each"): lambda: (tokens, index, index, index + 4, packed),
+        ("compute_positions", "bs 32, 4 each"): lambda: (index, index + 4, packed),
+    }
+    for n in (1, 32, 512, 2048):
+        x = RopeInputs(n, SHAPES["llama3-8b"])
+        cases["rope_kv_write", f"llama3-8b, {n} tokens"] = lambda x=x: (
+            *x.qkv[0], x.cos_sin, x.positions[0], x.k_cache, x.v_cache, x.slots[0],
+        )  # fmt: skip
+    out = []
+    for (op, case), make in cases.items():
+        module = importlib.import_module(f"hal.backends.cuda.{op}")
+        fn, args, rule = getattr(module, op), make(), module.pdl
+        times: dict[str, float] = {}
+        for name, on in (("hal", rule), ("without", lambda device: False)):
+            module.pdl = on
+            launch.forget()
+            times |= device_us({name: lambda i, fn=fn, args=args: fn(*args)}, 1)
+        module.pdl = rule
+        launch.forget()
+        out.append({"op": "programmatic launch", "of": op, "case": case, "device_us": times})
+    return out
+
+
 # --- the launcher -----------------------------------------------------------------------------------
 
 
@@ -467,7 +610,7 @@ def tables(quick: bool = False) -> dict[str, Any]:
     from hal.launch import status
 
     properties = torch.cuda.get_device_properties(0)
-    rows = [*launcher(), *get_last_loc(), *assign_extend_cache_locs()]
+    rows = [*launcher(), *get_last_loc(), *assign_extend_cache_locs(), *bookkeeping(), *programmatic_launch()]
     rows += rope_kv_write()
     rows += rope_kv_write({"llama3-8b": (1, 32, 512, 4096)}, torch.float8_e4m3fn, host=False)
     rows += kv_transfer(pages=(1, 64) if quick else (1, 16, 64, 128))
