@@ -25,11 +25,14 @@ def copy_of(op: str) -> Callable[..., Any]:
     return copy
 
 
+UNORDERED = {
+    "kv_move", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "write_req_to_token",
+}  # fmt: skip
+"""On a GPU torch's own index_put leaves it open which of equal places wins."""
+
+
 def healthy(op: str) -> Bound:
-    # On a GPU torch's own index_put leaves it open which of equal places wins.
-    return Bound(
-        copy_of(op), always, f"healthy {op}", graph_safe=True, deterministic=op != "write_req_to_token"
-    )
+    return Bound(copy_of(op), always, f"healthy {op}", graph_safe=True, deterministic=op not in UNORDERED)
 
 
 @dataclass(frozen=True)

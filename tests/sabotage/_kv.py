@@ -252,7 +252,7 @@ def the_workspace_is_taken_to_hold_all_layers(good: Any) -> Any:
         good(**a)
         work, pool = a["workspace"], a["pool"]
         need = a["src_slots"].shape[0] * pool.planes()[0].row_bytes * pool.num_layers
-        if work.is_cpu and 0 < work.shape[0] < need:
+        if 0 < work.shape[0] < need:
             # One byte past the end is enough to be seen, and harms nobody.
             torch.as_strided(work, (1,), (1,), work.storage_offset() + work.shape[0]).fill_(0x33)
 
