@@ -69,7 +69,7 @@ def alloc_extend_kernel(
         to = (total + tl.cumsum(length, 0) - length)[:, None]
         follows = (loc >= 0) & (loc % PAGE == (prefix + PAGE - 1) % PAGE)
         current = tl.where(follows, loc // PAGE, -1)[:, None]
-        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
             t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
             mine = (t < length[:, None]) & (t < size - to)
             position = (prefix[:, None] + t).to(tl.int32)

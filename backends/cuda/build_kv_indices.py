@@ -61,7 +61,7 @@ def kv_indices_kernel(
         known = (request >= 0) & (request < rows)
         row = (table + tl.where(known, request, 0) * stride)[:, None]
         to = (ending - length)[:, None]
-        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
             t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
             mine = (t < length[:, None]) & (t < size - to)
             there = mine & known[:, None] & (start[:, None] >= -t) & (start[:, None] < width - t)

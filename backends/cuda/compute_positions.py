@@ -37,7 +37,7 @@ def positions_kernel(
             if part == 0:
                 tl.store(indptr + j + 1, tl.minimum(ending, size).to(indptr.dtype.element_ty), j < bs)
         to = (ending - length)[:, None]
-        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
             t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
             mine = (t < length[:, None]) & (t < size - to)
             tl.store(out + to + t, (prefix[:, None] + t).to(out.dtype.element_ty), mine)

@@ -40,7 +40,7 @@ def write_kernel(
         known = (request >= 0) & (request < rows)
         row = (table + tl.where(known, request, 0) * stride)[:, None]
         of = (total + tl.cumsum(length, 0) - length)[:, None]
-        for turn in range(turns(tl.max(length, 0), part, log, CHUNK)):
+        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
             t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
             there = (t < length[:, None]) & (t < size - of)
             slot = tl.load(src + of + t, there, other=-1).to(tl.int64)
