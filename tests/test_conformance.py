@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -554,3 +556,31 @@ def test_junit_and_html_hold_what_failed() -> None:
 def test_case_list_is_the_ops_in_order() -> None:
     some = case_list({op: spec(op) for op in BUILTIN})
     assert list(dict.fromkeys(c.op for c in some)) == list(BUILTIN)
+
+
+def test_a_worker_ends_with_its_runner(tmp_path: Path) -> None:
+    """A case that runs for ever, whose runner was killed, would take a core until the machine goes down."""
+    worker = (
+        "import time; from hal.conformance import _worker\n"
+        "_worker.end_with_parent(); print('ready', flush=True); time.sleep(600)"
+    )
+    runner = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", runner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as killed:
+        assert killed.stdout is not None
+        pid = int(killed.stdout.readline())
+        os.kill(pid, 0)
+        killed.kill()
+    for _ in range(300):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the worker outlived its runner")

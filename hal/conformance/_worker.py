@@ -9,11 +9,15 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import sys
+import threading
+import time
 from typing import Any
 
 
 def main(job_path: str) -> None:
+    end_with_parent()
     with open(job_path, encoding="utf-8") as f:
         job: dict[str, Any] = json.load(f)
     with open(job["results"], "a", encoding="utf-8", buffering=1) as out:
@@ -23,6 +27,18 @@ def main(job_path: str) -> None:
 
         faulthandler.enable(file=sys.stderr, all_threads=False)
         _run(job, say)
+
+
+def end_with_parent() -> None:
+    """A runner that is killed can't end its workers, and a case may run for ever: a worker without it ends itself."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hal-conformance-parent", daemon=True).start()
 
 
 def _run(job: dict[str, Any], say: Any) -> None:
