@@ -157,7 +157,7 @@ def test_index_values_are_checked_when_asked(op: str) -> None:
         with pytest.raises(ArgumentError, match="kv_indptr"):
             call(lambda *a, **k: getattr(hal, op)(*a, backend="reference", **k), op, args)
     finally:
-        hal.configure(checks=None)
+        hal.configure(checks="")
 
 
 # --- the bound --------------------------------------------------------------------------------------
