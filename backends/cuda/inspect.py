@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,22 +161,28 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
             )  # fmt: skip
 
 
-def inspect(kernel: str | None = None, jobs: int | None = None) -> list[dict[str, Any]]:
+def inspect(
+    kernel: str | None = None, jobs: int | None = None, arches: Sequence[int] = ARCHES
+) -> list[dict[str, Any]]:
     """Rows for ``hal inspect``: every kernel and tile that the contract's samples start, on every architecture.
 
     Args:
         kernel: an op's name; None for all.
         jobs: processes that compile; None: as many as there are processors.
+        arches: compute capabilities, as in sm_90.
 
     Returns:
         Rows with ``op``, ``case``, ``kernel``, ``arch``, ``registers``, ``spills`` (bytes), ``shared`` (bytes),
         ``widest_load`` (bits) and ``verdict``: ``ok``, or what is wrong.
     """
-    names = [o for o in OPS if kernel in (None, o)]
-    if not names:
+    if kernel not in (None, *OPS):
         raise HalError(f"hal: inspect: no op {kernel!r}; there are: {', '.join(OPS)}")
+    return _inspected([o for o in OPS if kernel in (None, o)], jobs, arches)
+
+
+def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
     # The longest first; rows come out by op and architecture all the same.
-    work = sorted(((o, a) for o in names for a in ARCHES), key=lambda w: "attention" not in w[0])
+    work = sorted(((o, a) for o in names for a in arches), key=lambda w: "attention" not in w[0])
     with ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         rows = [r for part in pool.map(_rows, *zip(*work, strict=True)) for r in part]
     rows.sort(key=lambda r: (names.index(r.op), r.arch))
@@ -196,15 +202,23 @@ def _rows(name: str, arch: int) -> list[Row]:
 
 
 def main() -> int:
-    """``python -m hal.backends.cuda.inspect [op]``: the rows, and 1 if a kernel spills."""
-    import sys
+    """The rows of some ops (none named: of all) on some architectures; 1 if a kernel spills."""
+    import argparse
 
-    rows = inspect(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(prog="python -m hal.backends.cuda.inspect", description=main.__doc__)
+    parser.add_argument("ops", nargs="*", metavar="op", help=", ".join(OPS))
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=ARCHES)
+    given = parser.parse_args()
+    if unknown := [o for o in given.ops if o not in OPS]:
+        parser.error(f"no op {unknown[0]!r}; there are: {', '.join(OPS)}")
+    rows = _inspected([o for o in OPS if not given.ops or o in given.ops], None, given.arch)
     for r in rows:
         print("  ".join(str(v) for v in r.values()))
     bad = [r for r in rows if r["verdict"] != "ok"]
-    tuned = "" if not bad else f", {len(bad)} spill"
-    print(f"{len(rows)} cubins compiled for {', '.join(f'sm_{a}' for a in ARCHES)}{tuned}")
+    print(
+        f"{len(rows)} cubins compiled for {', '.join(f'sm_{a}' for a in given.arch)}"
+        + (f", {len(bad)} spill" if bad else "")
+    )
     return 1 if bad else 0
 
 
