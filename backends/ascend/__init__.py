@@ -91,6 +91,10 @@ def hal_backend() -> Backend:
                     note="adapter: not run on a device",
                 ),
             ),
+            "extend_attention": Impl(
+                f"{_HERE}.extend_attention:extend_attention",
+                supports=f"{_HERE}.extend_attention:supports",
+            ),
         },
         requires={
             "device": ("torch-npu>=2.6", "triton-ascend>=3.2,<3.3"),

@@ -1,9 +1,8 @@
 """decode_attention for Ascend: one query a request over the slots that kv_indices lists.
 
 q ``[bs, q_heads, head_dim]``, out ``[bs, q_heads, v_head_dim]``; see `hal.ops.decode_attention`. A program takes every
-P-th piece of work: a request, a key/value head and a tile of the query heads that it serves. A slot is a scalar, its
-rows of k and v contiguous copies, and one pass over them keeps a running maximum and sum, all in fp32 on the vector
-unit: rows whose places only the program knows can't be a cube's operand without a copy an element.
+P-th piece of work: a request, a key/value head and a tile of the query heads that it serves. The rest is
+`_attention.over`.
 """
 
 # A kernel's parameters have no Python types.
@@ -12,30 +11,18 @@ unit: rows whose places only the program knows can't be a cube's operand without
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from hal import launch
-from hal.backends.ascend._device import TILE_BYTES, cdiv, pow2, vector_cores
+from hal.backends.ascend._attention import over, rows
+from hal.backends.ascend._device import cdiv, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
 
 INTS = (
     "bs", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
     "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
 )  # fmt: skip
-
-
-@triton.jit
-def _tanh(x):
-    """By its series near 0, where the other form loses all its digits."""
-    y = tl.abs(x)
-    e = tl.exp(-2.0 * y)
-    far = (1.0 - e) / (1.0 + e)
-    z = x * x
-    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
-    found = tl.where(y < 0.3, near, far)
-    return tl.where(x < 0.0, -found, found)
 
 
 @launch.jit(
@@ -52,8 +39,6 @@ def _decode_attention(
     row = tl.arange(0, TILE)[:, None]
     wide_k = tl.arange(0, B_K)[None, :]
     wide_v = tl.arange(0, B_V)[None, :]
-    column_k = tl.arange(0, B_K)
-    column_v = tl.arange(0, B_V)
     for piece in range(tl.program_id(0), bs * (KV_HEADS * TILES), tl.num_programs(0)):
         request = piece // (KV_HEADS * TILES)
         kv_head = piece // TILES % KV_HEADS
@@ -70,25 +55,10 @@ def _decode_attention(
             tl.float32
         )
         x = x * scale
-        top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.full([TILE], 0.0, tl.float32)
-        acc = tl.full([TILE, B_V], 0.0, tl.float32)
-        for j in range(start, end):
-            slot = tl.load(indices + j).to(tl.int64)
-            if (slot >= 0) & (slot < num_slots):
-                kc = k_cache + (slot // page) * kc_page + (slot % page) * kc_token + kv_head * kc_head
-                vc = v_cache + (slot // page) * vc_page + (slot % page) * vc_token + kv_head * vc_head
-                k = tl.load(kc + column_k, mask=column_k < K_DIM, other=0.0).to(tl.float32)
-                v = tl.load(vc + column_v, mask=column_v < V_DIM, other=0.0).to(tl.float32)
-                logit = tl.sum(x * k[None, :], 1)
-                if CAP:
-                    logit = cap * _tanh(logit / cap)
-                new = tl.maximum(top, logit)
-                before = tl.exp(top - new)
-                p = tl.exp(logit - new)
-                total = total * before + p
-                acc = acc * before[:, None] + p[:, None] * v[None, :]
-                top = new
+        acc, top, total = over(
+            x, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
+            kc_page, kc_token, vc_page, vc_token, cap, row, 0, 0, TILE, K_DIM, V_DIM, B_K, B_V, CAP, False, False,
+        )  # fmt: skip
         # Nothing seen: zeros, not 0 / 0.
         found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = out + i * o_token + head * o_head
@@ -116,8 +86,7 @@ def decode_attention(
     page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     group = q_heads // kv_heads
     b_k, b_v = pow2(head_dim), pow2(v_dim)
-    # What is kept of both halves, in fp32: 24 KiB a tile of heads.
-    tile = max(1, min(pow2(group), pow2(TILE_BYTES * 3 // 8 // (b_k + b_v) + 1) // 2))
+    tile = min(pow2(group), rows(b_k, b_v))
     _decode_attention(
         (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),

@@ -163,6 +163,31 @@ def cases() -> Iterator[Case]:
     # Four query heads of such a width fill a tile, and k is read again for every tile, and as v.
     mla = {**attend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
     yield of("decode_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
+    # Eight new tokens are 1 to 4 tiles, and each copies the keys that it sees.
+    extend = {**attend, "longest": 8, "prefix": 120}
+    for name, (q_heads, kv_heads, head_dim) in shapes.items():
+        for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
+            heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+            yield of(
+                "extend_attention", f"{name}-{dtype}-page{page}", _keys, _attended, 3.0, **extend, **heads,
+                page_size=page,
+            )  # fmt: skip
+    # One token a tile, of the widest heads; of MLA a tile for every four heads, and k again as v.
+    heads = {
+        "kv_heads": 1,
+        "dtype": "fp32",
+        "logit_cap": 5.0,
+        "sliding_window": 8,
+        "bs": 1,
+        "longest": 4,
+        "prefix": 4,
+    }
+    widest = {**extend, **heads, "q_heads": 1, "head_dim": 2048}
+    yield of("extend_attention", "largest-fp32", _keys, _attended, 3.0, **widest)
+    narrow = {**extend, **heads, "q_heads": 1, "head_dim": 8}
+    yield of("extend_attention", "narrow-fp32", _keys, _attended, **narrow)
+    mla = {**extend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
+    yield of("extend_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
     yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)

@@ -1,0 +1,144 @@
+"""extend_attention for Ascend: the new tokens of each request over the slots that kv_indices lists.
+
+q ``[n, q_heads, head_dim]``, out ``[n, q_heads, v_head_dim]``; see `hal.ops.extend_attention`. A piece of work is a
+tile of a request's tokens times the query heads of a key/value head, so that a row of k and v is copied once for all
+of them; every P-th is a program's, which reads every request's length to find its own. The rest is `_attention.over`.
+"""
+
+# A kernel's parameters have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from hal import launch
+from hal.backends.ascend._attention import over, rows
+from hal.backends.ascend._device import cdiv, pow2, vector_cores
+from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
+from hal.lowered import shared_writes
+
+INTS = (
+    "bs", "n", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
+    "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
+)  # fmt: skip
+
+
+@launch.jit(
+    do_not_specialize=(
+        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "indices", "out", "lse", "scale", "cap", *INTS
+    )
+)  # fmt: skip
+@shared_writes("out", "lse")  # a row of several requests gets the result of one of them
+def _extend_attention(
+    q, k_cache, v_cache, qo_indptr, kv_indptr, indices, out, lse, scale, cap,
+    bs, n, nnz, num_slots, page, window, q_token, q_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
+    o_token, o_head, l_token,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, B_K: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    ROWS: tl.constexpr = TOKENS * HEADS
+    token = tl.arange(0, TOKENS)[:, None, None]
+    member = tl.arange(0, HEADS)[None, :, None]
+    wide_k = tl.arange(0, B_K)[None, None, :]
+    wide_v = tl.arange(0, B_V)[None, None, :]
+    t = tl.reshape(
+        tl.arange(0, TOKENS)[:, None].to(tl.float32) + tl.zeros([TOKENS, HEADS], tl.float32), (ROWS,)
+    )
+    programs = tl.num_programs(0)
+    # The first of a request's pieces that is this program's.
+    mine = tl.cast(tl.program_id(0), tl.int64)
+    stop = tl.minimum(tl.maximum(tl.load(qo_indptr).to(tl.int64), 0), n)
+    for request in range(bs):
+        first = stop
+        stop = tl.minimum(tl.maximum(tl.load(qo_indptr + request + 1).to(tl.int64), 0), n)
+        news = tl.maximum(stop - first, 0)
+        pieces = (news + TOKENS - 1) // TOKENS * (KV_HEADS * TILES)
+        for piece in range(mine, pieces, programs):
+            start = tl.minimum(tl.maximum(tl.load(kv_indptr + request).to(tl.int64), 0), nnz)
+            end = tl.minimum(tl.maximum(tl.load(kv_indptr + request + 1).to(tl.int64), 0), nnz)
+            end = tl.maximum(start, end)
+            kv_head = piece // TILES % KV_HEADS
+            inner = piece % TILES * HEADS
+            head = kv_head * GROUP + inner
+            heads = tl.minimum(GROUP - inner, HEADS)
+            done = piece // (KV_HEADS * TILES) * TOKENS
+            tokens = tl.minimum(news - done, TOKENS)
+            own = end - news + done
+            if WINDOW:
+                start = tl.maximum(start, own - window)
+            if CAUSAL:
+                end = tl.minimum(end, own + tokens)
+            at = q + (first + done) * q_token + head * q_head
+            x = tl.load(
+                at + token * q_token + member * q_head + wide_k,
+                mask=(token < tokens) & (member < heads) & (wide_k < K_DIM),
+                other=0.0,
+            )
+            x = tl.reshape(x.to(tl.float32), (ROWS, B_K)) * scale
+            acc, top, total = over(
+                x, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
+                kc_page, kc_token, vc_page, vc_token, cap, t, own, window, ROWS, K_DIM, V_DIM, B_K, B_V, CAP, CAUSAL,
+                WINDOW,
+            )  # fmt: skip
+            # Nothing seen: zeros, not 0 / 0.
+            found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            to = out + (first + done) * o_token + head * o_head
+            tl.store(
+                to + token * o_token + member * o_head + wide_v,
+                tl.reshape(found.to(out.dtype.element_ty), (TOKENS, HEADS, B_V)),
+                mask=(token < tokens) & (member < heads) & (wide_v < V_DIM),
+            )
+            if LSE:
+                # A number's row is 32 bytes: bishengir-compile 1.2.0 aborts on a reshaped tile with shorter rows.
+                sums = tl.reshape(
+                    (top + tl.log(total))[:, None] + tl.zeros([ROWS, 8], tl.float32), (TOKENS, HEADS, 8)
+                )
+                only = tl.arange(0, 8)[None, None, :]
+                tl.store(
+                    lse + (first + done) * l_token + head + token * l_token + member + only,
+                    sums,
+                    mask=(token < tokens) & (member < heads) & (only < 1),
+                )
+        mine = (mine - pieces) % programs
+        mine = tl.where(mine < 0, mine + programs, mine)
+
+
+def extend_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+    out: Tensor | None = None, lse: Tensor | None = None, *,
+    scale: float, causal: bool = True, sliding_window: int = -1, logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The contract is `hal.ops.extend_attention`'s; no fp8 cache, so no scale is read."""
+    n, q_heads, head_dim = q.shape
+    kv_heads, v_dim = v_cache.shape[-2:]
+    bs = qo_indptr.shape[0] - 1
+    if out is None:
+        out = torch.empty(n, q_heads, v_dim, dtype=q.dtype, device=q.device)
+    if n == 0 or bs == 0:
+        return out
+    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+    group = q_heads // kv_heads
+    b_k, b_v = pow2(head_dim), pow2(v_dim)
+    tile = rows(b_k, b_v)
+    heads = min(pow2(group), tile)
+    tokens = tile // heads
+    _extend_attention(
+        (min(vector_cores(q.device), (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
+        bs, n, kv_indices.shape[0], k_cache.shape[0] * page, page, sliding_window, q.stride(0), q.stride(1),
+        *_steps(k_cache), *_steps(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
+        CAP=logit_cap > 0, CAUSAL=causal, WINDOW=sliding_window >= 0, LSE=lse is not None,
+    )  # fmt: skip
+    return out
+
+
+def supports(sig: Any) -> str | None:
+    """No fp8 (triton-ascend 3.2.0 has no such tensors); a head must fit a tile."""
+    return cache_refusal(sig, ("k_cache",), ("head_dim", "v_head_dim"))
