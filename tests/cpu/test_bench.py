@@ -12,7 +12,7 @@ import torch
 
 from hal import HalError, bench
 from hal.bench import cpu
-from hal.ops import spec
+from hal.ops import BUILTIN, spec
 
 
 def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]
     assert "1.50 x" in shown
 
 
-@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", "dispatch"])
+@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", "engine", "dispatch"])
 def test_every_table_runs(table: str) -> None:
     assert bench.main(table, quick=True, json=True) == 0
 
@@ -71,6 +71,10 @@ def test_a_wrong_output_is_never_timed() -> None:
     u = cpu.kv_transfer.__globals__["_pool"]("page_first", 32, 1, 2, (2, 8), True)
     with pytest.raises(AssertionError, match="wrong rows"):
         cpu._check_transfer(lambda: None, t, u, torch.arange(4), torch.arange(4))
+
+
+def test_every_op_of_the_backend_has_a_table() -> None:
+    assert {*cpu.TABLES[:4], *cpu.ENGINE} == {*BUILTIN}
 
 
 def test_measure_tells_fast_from_slow() -> None:
