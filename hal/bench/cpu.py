@@ -365,8 +365,8 @@ ENGINE: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mla_rope_kv_write": ("n", (1, 16, 256), {**_MLA, "q_heads": 16, "max_positions": 4096}),
     "qk_norm_rope_kv_write": ("n", (1, 16, 256), {**_HEADS, "kv_heads": 4, "max_positions": 4096}),
     "kv_move": ("n", (1, 16, 256), {"num_layers": 8, "heads": 8, "head_dim": 128, "slots": 1024, "page": 16}),
-    "decode_attention": ("bs", (1, 8), {**_HEADS, "longest": 256, "lengths": "ragged"}),
-    "extend_attention": ("bs", (1, 4), {**_HEADS}),
+    "decode_attention": ("bs", (1, 8), {**_HEADS, "slots": 2048, "longest": 256}),
+    "extend_attention": ("bs", (1, 4), {**_HEADS, "slots": 1024}),
 }
 """Op -> the parameter of its samples that is its size, the sizes, and the rest of its shape."""
 
