@@ -2,8 +2,8 @@
 
 Slots on the CPU can be looked at, and rows that lie side by side on both sides move in one copy. `pairs` drops
 the slots that a transfer skips, `runs` finds what is consecutive, `copies` turns pairs into (address, address,
-size). Device backends feed `copies` to a batched memcpy, or stage the runs of one side alone. Plain torch on
-int64 CPU tensors: a backend needs nothing else installed.
+size): for a batched memcpy, or for staging the runs of one side alone. Plain torch on int64 CPU tensors. The device
+backends still plan by themselves, each for its own staging; nothing but tests calls this yet.
 
 Example:
     >>> import torch

@@ -307,3 +307,106 @@ def test_doctor_says_who_owns_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _doctor._notes() == ["the folder `triton` belongs to triton 9.9"]
     have.add("triton-ascend")
     assert "whichever came last owns it" in _doctor._notes()[0]
+
+
+TOOLS = """
+def inspect(kernel):
+    rows = [{"op": "get_last_loc", "registers": 12, "verdict": "ok"}, {"op": "kv_write", "verdict": "spills 8 bytes"}]
+    return [r for r in rows if kernel in (None, r["op"])]
+
+def tune():
+    return [{"op": "kv_transfer", "costs": 3}]
+"""
+
+
+def test_a_backends_own_tools(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins.add("acme", manifest("acme", inspect='"acme_kernels:inspect"', tune='"acme_kernels:tune"'), TOOLS)
+    plugins.add("bare", manifest("bare"))
+    plugins.add("lost", manifest("lost", requires='("lost_rt>=2",)', inspect='"lost_kernels:inspect"'), TOOLS)
+    plugins.add("shut", manifest("shut", probe='"shut_kernels:probe"', tune='"shut_kernels:tune"'),
+                TOOLS + "def probe():\n    return 'no device'\n")  # fmt: skip
+    plugins.load()
+    assert run(monkeypatch, "inspect", "acme") == cli.FAILED
+    assert "op=kv_write  verdict=spills 8 bytes" in capsys.readouterr().out
+    assert run(monkeypatch, "inspect", "acme", "get_last_loc", "--json") == cli.OK
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {"op": "get_last_loc", "registers": 12, "verdict": "ok"}
+    assert run(monkeypatch, "inspect", "acme", "alloc_decode") == cli.NOTHING
+    assert run(monkeypatch, "tune", "acme") == cli.OK
+    assert "op=kv_transfer  costs=3" in capsys.readouterr().out
+    for command, backend, says in (
+        ("inspect", "bare", "bare has no such tool; these have: "),
+        ("inspect", "lost", "lost is absent"),
+        ("tune", "shut", "shut is unavailable"),
+        ("inspect", "acm", "did you mean acme"),
+    ):
+        assert run(monkeypatch, command, backend) in (cli.FAILED, cli.USAGE)
+        assert says in capsys.readouterr().err
+
+
+def test_golden_outputs_are_replayed_after_a_judgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hal import golden
+
+    def judged(code: int) -> None:
+        monkeypatch.setattr(cli, "_call", lambda *args, **kwargs: code)
+
+    monkeypatch.setattr(golden, "CHOSEN", {"get_last_loc": golden.CHOSEN["get_last_loc"]})
+    (file,) = golden.record(tmp_path, "reference", "cpu")
+    command = ("conformance", "reference", "--golden", str(tmp_path))
+    judged(cli.OK)
+    assert run(monkeypatch, *command) == cli.OK
+    count = len(golden.CHOSEN["get_last_loc"])
+    assert f"golden: {count} of {count} as recorded" in capsys.readouterr().out
+    judged(cli.FAILED)
+    assert run(monkeypatch, *command) == cli.FAILED
+    kept = torch.load(file, weights_only=True)
+    next(iter(kept["cases"].values()))["outputs"]["return"] += 1
+    torch.save(kept, file)
+    judged(cli.OK)
+    capsys.readouterr()
+    assert run(monkeypatch, *command) == cli.FAILED
+    assert f"golden: {count - 1} of {count} as recorded" in capsys.readouterr().out
+
+
+def test_cost_tables_are_of_one_machine_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal import tune
+
+    names = ["One GPU", "Other GPU"]
+    monkeypatch.setattr(tune, "cache_dir", lambda: str(tmp_path / "new"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[i])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert tune.load("kv_transfer", 0) is None
+    file = tune.save("kv_transfer", 0, {"kernel": [[1.0, 2.0]]})
+    assert tune.load("kv_transfer", 0) == {"kernel": [[1.0, 2.0]]}
+    assert tune.load("kv_transfer", 1) is None
+    assert tune.load("kv_move", 0) is None
+    assert [*file.parent.iterdir()] == [file]
+    file.write_text("{")
+    assert tune.load("kv_transfer", 0) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.load("kv_transfer", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "seq", "argument"),
+    [
+        ([1], [2, 3], "seq_lens"),
+        (torch.zeros(1), [2], "prefix_lens"),
+        ([0], torch.zeros(1, 1, dtype=torch.int64), "seq_lens"),
+        ([0], torch.zeros(1, dtype=torch.int64, device="meta"), "seq_lens"),
+    ],
+)
+def test_num_new_pages_refuses(prefix: Any, seq: Any, argument: str) -> None:
+    with pytest.raises(hal.ArgumentError) as e:
+        hal.num_new_pages(prefix, seq, page_size=4)
+    assert (e.value.op, e.value.argument) == ("num_new_pages", argument)
+
+
+def test_num_new_pages_of_tensors_and_of_lists() -> None:
+    prefix, seq = [2, 0, 4, 9], [5, 3, 4, 1]
+    assert hal.num_new_pages(prefix, seq, page_size=4) == 2
+    assert hal.num_new_pages(torch.tensor(prefix), torch.tensor(seq, dtype=torch.int32), page_size=4) == 2

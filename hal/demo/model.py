@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.kvpool import KVPool
-from hal.ops._torch import settle
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class Llama:
         self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
         self.device, self.dtype = self.embed.device, self.embed.dtype
 
-        settle()
         power = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
         angle = torch.outer(torch.arange(self.max_positions).float(), 1.0 / rope["rope_theta"] ** power)
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.device)
