@@ -175,6 +175,29 @@ def test_no_case_passes_against_an_empty_function(op: str) -> None:
         assert result.outcome in expected, f"{case.id}: {result.outcome} {result.reason}"
 
 
+def test_what_is_kept_of_some_calls_alone_is_no_leak() -> None:
+    op, good = "get_last_loc", spec("get_last_loc").reference
+    case = Case(op, "leak", "all")
+
+    def keeping(limit: int) -> Any:
+        kept: list[Any] = []
+
+        def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+            found = good(req_to_token, req_pool_indices, prefix_lens)
+            if len(kept) < limit:
+                kept.append(found.clone())
+            return found
+
+        target = DirectTarget({op: Bound(run, always, "keeps")})
+        target.foreign = lambda op: {}  # type: ignore[method-assign]
+        return run_case(case, target, spec(op))
+
+    # 200 calls a round: the second keeps too many, the third none; or every one.
+    assert keeping(450).outcome == PASSED
+    forever = keeping(10**9)
+    assert forever.outcome == FAILED and "200 more tensors alive after 200 equal calls" in forever.reason
+
+
 def test_a_refusal_is_only_for_features_and_names_a_declared_limit() -> None:
     op = "rope_kv_write"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hal._errors import ArgumentError
 from hal.ops._judge import Candidate, Want, attention_slack
 from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
-from hal.ops._spec import FLOATS, FP8, INDEX, SHORT, ScaleArg, TensorArg, ValueArg, describe
+from hal.ops._spec import FLOATS, FP8, INDEX, SHORT, Sample, ScaleArg, TensorArg, ValueArg, describe
 from hal.ops._torch import in_range
 from hal.ops.get_last_loc import check_range
 
@@ -255,6 +255,76 @@ def wanted(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> d
 
 # --- samples ----------------------------------------------------------------------------------------
 
+DTYPES = ("fp16", "bf16", "fp32")
+ODD = {"index": "i64", "indptr": "i64"}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
+    "llama3-70b-tp8": {"q_heads": 8, "kv_heads": 1, "head_dim": 128},
+    "smollm2": {"q_heads": 9, "kv_heads": 3, "head_dim": 64},
+    "mha": {"q_heads": 3, "kv_heads": 3, "head_dim": 64},
+}
+
+
+def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
+    """The samples of shapes, dtypes, strides and values that both ops take; `bs`: requests where shapes are large."""
+    return (
+        *(Sample(d, {"dtype": d}) for d in DTYPES),
+        *(Sample(f"{name}-{d}", {**s, "dtype": d, "bs": bs}) for name, s in _SHAPES.items() for d in ("bf16", "fp32")),
+        *(
+            Sample(f"head-dim-{h}-{d}", {"head_dim": h, "dtype": d, "bs": bs})
+            for h in (128, 256) for d in ("fp16", "fp32")
+        ),
+        Sample("no-requests", {"bs": 0}, control="one"),
+        Sample("shared-slots", {"slots": 16, "longest": 30}),
+        *(Sample(f"{i}-{p}", {"index": i, "indptr": p}) for i in ("i32", "i64") for p in ("i32", "i64")),
+        Sample("paged-16", {"cache": "paged"}),
+        Sample("paged-1", {"cache": "paged", "page_size": 1}),
+        Sample("paged-3-fp32", {"cache": "paged", "page_size": 3, "dtype": "fp32"}),
+        *(
+            Sample(f"{c}-{view}", {"cache": c, "cache_view": view})
+            for c in ("slots", "paged") for view in ("pairs", "padded")
+        ),
+        Sample("fused-q", {"q_view": "fused"}),
+        Sample("misaligned-q", {"q_view": "misaligned", "dtype": "fp16"}),
+        Sample("new-out", {"out": "none"}),
+        Sample("new-out-without-lse", {"out": "none", "lse": False}),
+        *(Sample(f"window-{w}", {"sliding_window": w}) for w in (0, 1, 17, 10_000)),
+        *(Sample(f"logit-cap-{d}", {"logit_cap": 5.0, "loud": 6.0, "dtype": d}) for d in DTYPES),
+        Sample("logit-cap-quiet", {"logit_cap": 50.0, "loud": 1e-3, "dtype": "fp32"}),
+        *(Sample(f"sharp-{d}", {"loud": 30.0, "dtype": d}) for d in DTYPES),
+        # Logits whose exponential no fp32 holds.
+        *(Sample(f"beyond-exp-{d}", {"loud": 90.0, "dtype": d}) for d in DTYPES),
+        Sample("flat", {"loud": 0.0}),
+        Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
+        Sample("skip", {"values": "skip", **ODD}),
+        Sample("nothing-listed", {"values": "none"}),
+        Sample("no-slots", {"slots": 0, "lengths": "full", "longest": 3}),
+        *(Sample(f"mla-{d}", {**mla, "dtype": d}, "feature:mla") for d in DTYPES),
+        Sample("mla-paged", {**mla, "cache": "paged", "page_size": 4}, "feature:mla"),
+        Sample("mla-v-apart", {**mla, "cache_view": "plain"}, "feature:mla"),
+        *(Sample(f"head-dim-{h}", {"head_dim": h, "bs": bs}, "feature:any_head_dim") for h in (72, 80, 96, 192)),
+        Sample("head-dim-192-128", {"head_dim": 192, "v_head_dim": 128, "bs": bs}, "feature:any_head_dim"),
+        *(
+            Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scales": s}, f"feature:fp8_{c}")
+            for c in ("e4m3", "e5m2")
+            for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
+        ),
+        Sample(
+            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs"}, "feature:fp8_e4m3",
+        ),
+        Sample("e4m3-skip", {"cache_dtype": "e4m3", "values": "skip", "scales": "float"}, "feature:fp8_e4m3"),
+    )  # fmt: skip
+
+
+RAGGED: dict[str, Any] = {
+    "slots": (240, 240), "q_heads": [4, 8], "kv_heads": [1, 2, 4], "head_dim": [64, 128], "dtype": DTYPES,
+    "cache": ("slots", "paged"), "page_size": [1, 3, 16], "cache_view": ("plain", "pairs", "padded"),
+    "q_view": ("plain", "fused", "misaligned"), "index": ("i32", "i64"), "indptr": ("i32", "i64"),
+    "values": ("valid", "skip", "edge", "extreme"), "indptr_values": ("valid", "edge", "extreme"),
+    "lengths": ("ragged", "skewed"), "sliding_window": (-1, 20), "logit_cap": [0.0, 7.0],
+    "out": ("none", "given", "strided"), "lse": (True, False),
+}  # fmt: skip
+
 
 def lengths(g: torch.Generator, bs: int, longest: int, kind: str) -> list[int]:
     """``ragged``; ``full``: all the longest; ``empty``: none has any; ``skewed``: one has all."""
@@ -278,27 +348,29 @@ def make_inputs(
     n: int,
     kv_lens: Sequence[int],
     *,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int | None,
-    dtype: str,
-    cache: str,
-    slots: int,
-    page_size: int,
-    cache_dtype: str | None,
-    cache_view: str,
-    q_view: str,
-    index: str,
-    indptr: str,
-    values: str,
-    indptr_values: str,
-    scales: str,
-    out: str,
-    lse: bool,
-    loud: float,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: str = "bf16",
+    cache: str = "slots",
+    slots: int = 240,
+    page_size: int = 16,
+    cache_dtype: str | None = None,
+    cache_view: str = "plain",
+    q_view: str = "plain",
+    index: str = "i32",
+    indptr: str = "i32",
+    values: str = "valid",
+    indptr_values: str = "valid",
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    scales: str = "none",
+    out: str = "given",
+    lse: bool = True,
+    loud: float = 1.0,
 ) -> dict[str, Any]:
-    """The arguments but for qo_indptr and plain values. What is in no listed slot is NaN.
+    """The arguments but for qo_indptr and causal. What is in no listed slot is NaN.
 
     cache: ``slots``, ``paged``. cache_view: ``plain``; ``pairs`` (k and v interleaved in one tensor); ``padded`` (odd
     strides); ``shared`` (MLA: v is the first elements of k); ``far`` (slots 2^29 elements apart). q_view: ``plain``,
@@ -328,7 +400,7 @@ def make_inputs(
     args["k_scale"], args["v_scale"] = {
         "none": (None, None), "float": (0.37, 2.25), "tensor": (torch.tensor([0.37]), torch.tensor([2.25])),
     }[scales]  # fmt: skip
-    return args
+    return args | {"scale": head_dim**-0.5, "sliding_window": sliding_window, "logit_cap": logit_cap}
 
 
 def _query(

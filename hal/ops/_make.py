@@ -75,8 +75,3 @@ def row_view(rows: Tensor, kind: str) -> Tensor:
     view = torch.empty_strided((n, m), (wide, 1), dtype=rows.dtype)
     view.copy_(rows)
     return view
-
-
-def cache_rows(cache: Tensor) -> Tensor:
-    """A paged or plain cache as a contiguous copy [slots, H, D]."""
-    return cache.reshape(-1, *cache.shape[-2:]) if cache.ndim == 4 else cache.contiguous()

@@ -128,41 +128,11 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
 
 
 def _make(
-    seed: int = 0,
-    bs: int = 5,
-    longest: int = 40,
-    lengths: str = "ragged",
-    q_heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    v_head_dim: int | None = None,
-    dtype: str = "bf16",
-    cache: str = "slots",
-    slots: int = 240,
-    page_size: int = 16,
-    cache_dtype: str | None = None,
-    cache_view: str = "plain",
-    q_view: str = "plain",
-    index: str = "i32",
-    indptr: str = "i32",
-    values: str = "valid",
-    indptr_values: str = "valid",
-    sliding_window: int = -1,
-    logit_cap: float = 0.0,
-    scales: str = "none",
-    out: str = "given",
-    lse: bool = True,
-    loud: float = 1.0,
+    seed: int = 0, bs: int = 5, longest: int = 40, lengths: str = "ragged", **inputs: Any
 ) -> dict[str, Any]:
-    """lengths: see `_attention.lengths`; the rest: see `_attention.make_inputs`."""
+    """lengths: see `_attention.lengths`; inputs: see `_attention.make_inputs`."""
     g = generator(seed)
-    made = _attention.make_inputs(
-        g, bs, _attention.lengths(g, bs, longest, lengths), q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, dtype=dtype, cache=cache, slots=slots, page_size=page_size, cache_dtype=cache_dtype,
-        cache_view=cache_view, q_view=q_view, index=index, indptr=indptr, values=values, indptr_values=indptr_values,
-        scales=scales, out=out, lse=lse, loud=loud,
-    )  # fmt: skip
-    made.update(scale=head_dim**-0.5, sliding_window=sliding_window, logit_cap=logit_cap)
+    made = _attention.make_inputs(g, bs, _attention.lengths(g, bs, longest, lengths), **inputs)
     return {name: made[name] for name in SPEC.args}
 
 
@@ -170,15 +140,7 @@ def _small(**change: Any) -> dict[str, Any]:
     return {**_make(bs=2, longest=6, slots=32, out="none", lse=False), **change}
 
 
-_DTYPES = ("fp16", "bf16", "fp32")
-_SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
-    "llama3-70b-tp8": {"q_heads": 8, "kv_heads": 1, "head_dim": 128},
-    "smollm2": {"q_heads": 9, "kv_heads": 3, "head_dim": 64},
-    "mha": {"q_heads": 3, "kv_heads": 3, "head_dim": 64},
-}
 _MLA = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 3}
-_ODD = {"index": "i64", "indptr": "i64"}
 
 SPEC = OpSpec(
     decode_attention,
@@ -199,15 +161,9 @@ SPEC = OpSpec(
     check_sizes=_check_sizes,
     check_values=_check_values,
     samples=(
-        *(Sample(d, {"dtype": d}) for d in _DTYPES),
-        *(Sample(f"{name}-{d}", {**s, "dtype": d, "bs": 3}) for name, s in _SHAPES.items() for d in ("bf16", "fp32")),
-        *(
-            Sample(f"head-dim-{h}-{d}", {"head_dim": h, "dtype": d, "bs": 3})
-            for h in (128, 256) for d in ("fp16", "fp32")
-        ),
+        *_attention.samples(bs=3, mla=_MLA),
         Sample("one", {"bs": 1, "longest": 9, "lengths": "full"}),
         Sample("one-key-each", {"longest": 1, "lengths": "full"}),
-        Sample("no-requests", {"bs": 0}, control="one"),
         Sample("all-empty", {"lengths": "empty"}),
         Sample("skewed", {"bs": 9, "lengths": "skewed", "longest": 200}),
         Sample("long", {"bs": 2, "lengths": "full", "longest": 1500, "slots": 3200, "q_heads": 2, "kv_heads": 1}),
@@ -219,58 +175,23 @@ SPEC = OpSpec(
             },
         ),
         Sample("past-one-block", {"bs": 300, "longest": 5, "slots": 1600, "q_heads": 2, "kv_heads": 1}),
-        Sample("shared-slots", {"slots": 16, "longest": 30}),
-        *(Sample(f"{i}-{p}", {"index": i, "indptr": p}) for i in ("i32", "i64") for p in ("i32", "i64")),
-        Sample("paged-16", {"cache": "paged"}),
-        Sample("paged-1", {"cache": "paged", "page_size": 1}),
-        Sample("paged-3-fp32", {"cache": "paged", "page_size": 3, "dtype": "fp32"}),
-        *(
-            Sample(f"{c}-{view}", {"cache": c, "cache_view": view})
-            for c in ("slots", "paged") for view in ("pairs", "padded")
-        ),
-        Sample("fused-q", {"q_view": "fused"}),
-        Sample("misaligned-q", {"q_view": "misaligned", "dtype": "fp16"}),
-        Sample("new-out", {"out": "none"}),
-        Sample("new-out-without-lse", {"out": "none", "lse": False}),
         Sample("out-strided", {"out": "strided"}),
-        *(Sample(f"window-{w}", {"sliding_window": w}) for w in (0, 1, 17, 10_000)),
         Sample(
             "window-long",
             {"sliding_window": 600, "bs": 2, "lengths": "full", "longest": 1500, "slots": 3200, "q_heads": 2},
         ),
-        *(Sample(f"logit-cap-{d}", {"logit_cap": 5.0, "loud": 6.0, "dtype": d}) for d in _DTYPES),
-        Sample("logit-cap-quiet", {"logit_cap": 50.0, "loud": 1e-3, "dtype": "fp32"}),
-        *(Sample(f"sharp-{d}", {"loud": 30.0, "dtype": d}) for d in _DTYPES),
-        # Logits whose exponential no fp32 holds.
-        *(Sample(f"beyond-exp-{d}", {"loud": 90.0, "dtype": d}) for d in _DTYPES),
-        Sample("flat", {"loud": 0.0}),
-        Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
-        Sample("skip", {"values": "skip", **_ODD}),
-        Sample("nothing-listed", {"values": "none"}),
-        Sample("edge", {"bs": 8, "values": "edge", "indptr_values": "edge", **_ODD}),
+        Sample("edge", {"bs": 8, "values": "edge", "indptr_values": "edge", **_attention.ODD}),
         Sample("edge-i32", {"bs": 8, "values": "edge", "indptr_values": "edge"}),
         Sample(
             "extreme",
-            {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9, "cache": "paged", **_ODD},
+            {
+                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9, "cache": "paged",
+                **_attention.ODD,
+            },
         ),
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9}),
-        Sample("no-slots", {"slots": 0, "lengths": "full", "longest": 3}),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 3, "bs": 2}, large=True),
-        *(Sample(f"mla-{d}", {**_MLA, "dtype": d}, "feature:mla") for d in _DTYPES),
         Sample("mla-128-heads", {**_MLA, "q_heads": 128, "bs": 2}, "feature:mla"),
-        Sample("mla-paged", {**_MLA, "cache": "paged", "page_size": 4}, "feature:mla"),
-        Sample("mla-v-apart", {**_MLA, "cache_view": "plain"}, "feature:mla"),
-        *(Sample(f"head-dim-{h}", {"head_dim": h, "bs": 3}, "feature:any_head_dim") for h in (72, 80, 96, 192)),
-        Sample("head-dim-192-128", {"head_dim": 192, "v_head_dim": 128, "bs": 3}, "feature:any_head_dim"),
-        *(
-            Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scales": s}, f"feature:fp8_{c}")
-            for c in ("e4m3", "e5m2")
-            for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
-        ),
-        Sample(
-            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs"}, "feature:fp8_e4m3",
-        ),
-        Sample("e4m3-skip", {"cache_dtype": "e4m3", "values": "skip", "scales": "float"}, "feature:fp8_e4m3"),
     ),
     errors=(
         ErrorSample("q-fp64", "q", lambda: _small(q=torch.zeros(2, 4, 64, dtype=torch.float64))),
@@ -312,11 +233,6 @@ SPEC = OpSpec(
         ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=torch.ones(1))),
     ),
     ragged={
-        "bs": (0, 9), "longest": (0, 70), "slots": (240, 240), "q_heads": [4, 8], "kv_heads": [1, 2, 4],
-        "head_dim": [64, 128], "dtype": _DTYPES, "cache": ("slots", "paged"), "page_size": [1, 3, 16],
-        "cache_view": ("plain", "pairs", "padded"), "q_view": ("plain", "fused", "misaligned"), "index": ("i32", "i64"),
-        "indptr": ("i32", "i64"), "values": ("valid", "skip", "edge", "extreme"),
-        "indptr_values": ("valid", "edge", "extreme"), "lengths": ("ragged", "skewed", "empty"),
-        "sliding_window": (-1, 20), "logit_cap": [0.0, 7.0], "out": ("none", "given", "strided"), "lse": (True, False),
+        "bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty"),
     },
 )  # fmt: skip
