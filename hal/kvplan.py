@@ -2,8 +2,8 @@
 
 Slots on the CPU can be looked at, and rows that lie side by side on both sides move in one copy. `pairs` drops
 the slots that a transfer skips, `runs` finds what is consecutive, `copies` turns pairs into (address, address,
-size): for a batched memcpy, or for staging the runs of one side alone. Plain torch on int64 CPU tensors. The device
-backends still plan by themselves, each for its own staging; nothing but tests calls this yet.
+size) for a batched memcpy, from pool to pool or between a pool and a staging buffer that is laid out like one. Plain
+torch on int64 CPU tensors: the device backends share it.
 
 Example:
     >>> import torch
@@ -62,7 +62,13 @@ def pairs(
     return a, b
 
 
-def runs(*sides: tuple[Tensor, KVPool], longest: int | None = None) -> Tensor:
+def grouped(joined: Tensor) -> Tensor:
+    """Runs of things, ``[runs, 2]`` (first, how many), where ``joined[i]`` says that i and i + 1 are of one run."""
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), (~joined).nonzero().view(-1) + 1])
+    return torch.stack([first, torch.diff(first, append=torch.tensor([joined.shape[0] + 1]))], dim=1)
+
+
+def runs(*sides: tuple[Tensor, KVPool]) -> Tensor:
     """Maximal runs of pairs that are consecutive on every given side, as ``[runs, 2]`` (first pair, pairs).
 
     Consecutive means one token stride apart in memory: a run ends at a page's edge where the pool's pages are
@@ -70,7 +76,6 @@ def runs(*sides: tuple[Tensor, KVPool], longest: int | None = None) -> Tensor:
 
     Args:
         sides: (valid slots ``[n]`` int64, their pool); one side, or both.
-        longest: split what is longer, e.g. to fit a staging buffer.
     """
     n = sides[0][0].shape[0]
     if n == 0:
@@ -80,40 +85,51 @@ def runs(*sides: tuple[Tensor, KVPool], longest: int | None = None) -> Tensor:
         joined &= slots[1:] == slots[:-1] + 1
         if not all(p.page_stride == pool.page_size * p.token_stride for p in pool.planes()):
             joined &= slots[1:] % pool.page_size != 0
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), (~joined).nonzero().view(-1) + 1])
-    length = torch.diff(first, append=torch.tensor([n]))
-    if longest is not None:
-        parts = (length + longest - 1) // longest
-        run = torch.repeat_interleave(torch.arange(first.shape[0]), parts)
-        offset = (torch.arange(run.shape[0]) - (parts.cumsum(0) - parts)[run]) * longest
-        first, length = first[run] + offset, (length[run] - offset).clamp(max=longest)
-    return torch.stack([first, length], dim=1)
+    return grouped(joined)
 
 
-def copies(src: KVPool, dst: KVPool, a: Tensor, b: Tensor, layers: range | None = None) -> Copies:
+def copies(
+    src: KVPool,
+    dst: KVPool,
+    a: Tensor,
+    b: Tensor,
+    layers: range | None = None,
+    dst_layers: range | None = None,
+) -> Copies:
     """The fewest contiguous copies, in pair order, that move slots `a` of `src` to slots `b` of `dst`.
 
     Args:
-        a, b: valid slots, as `pairs` returns them. layers: which; None for all.
+        a, b: valid slots, as `pairs` returns them.
+        layers: which; None for all. dst_layers: as many others, to which they go; None for the same.
     """
     which = range(src.num_layers) if layers is None else layers
     found = runs((a, src), (b, dst))
     first, tokens = found.unbind(1)
     parts = [
-        _plane_copies(p, q, src, dst, a[first], b[first], tokens, which)
+        _plane_copies(p, q, src, dst, a[first], b[first], tokens, (which, dst_layers or which))
         for p, q in zip(src.planes(), dst.planes(), strict=True)
     ]
     return Copies(*(torch.cat([p[i] for p in parts]) for i in range(3)))
 
 
 def _plane_copies(
-    p: Plane, q: Plane, src: KVPool, dst: KVPool, a: Tensor, b: Tensor, tokens: Tensor, layers: range
+    p: Plane,
+    q: Plane,
+    src: KVPool,
+    dst: KVPool,
+    a: Tensor,
+    b: Tensor,
+    tokens: Tensor,
+    layers: tuple[range, range],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The copies of runs that start at slots `a` and `b`; `tokens` is their length."""
     pieces, size = max(p.chunks, q.chunks), min(p.chunk_bytes, q.chunk_bytes)
     offsets = {
         "piece": [torch.arange(pieces) * (x.chunk_stride if x.chunks > 1 else size) for x in (p, q)],
-        "layer": [torch.tensor(x.bases[layers.start : layers.stop], dtype=torch.int64) for x in (p, q)],
+        "layer": [
+            torch.tensor(x.bases[which.start : which.stop], dtype=torch.int64)
+            for x, which in zip((p, q), layers, strict=True)
+        ],
     }
     # A dim whose neighbours are `size` apart on both sides is part of one longer copy. Pieces and layers
     # are such dims for all runs or for none, in either order; tokens come last, each run having its own number.
@@ -142,7 +158,6 @@ def _join(src: Tensor, dst: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tens
     """Copies with those joined that continue the one before on both sides, e.g. the layers of a whole page."""
     if sizes.shape[0] == 0:
         return src, dst, sizes
-    apart = (src[1:] != src[:-1] + sizes[:-1]) | (dst[1:] != dst[:-1] + sizes[:-1])
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), apart.nonzero().view(-1) + 1])
-    ends = sizes.cumsum(0)
+    found = grouped((src[1:] == src[:-1] + sizes[:-1]) & (dst[1:] == dst[:-1] + sizes[:-1]))
+    first, ends = found[:, 0], sizes.cumsum(0)
     return src[first], dst[first], torch.diff((ends - sizes)[first], append=ends[-1:])

@@ -6,11 +6,13 @@ on the current stream, without waiting, from and to pinned memory; in the lowere
 the CPU, which is why a report of that lane says ``kernels lowered, copies stand-in``.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from hal import kvplan
 from hal.kvpool import KVPool
 
 STAGING_BYTES = 32 << 20
@@ -20,7 +22,6 @@ BATCH = 512
 """Copies in one call of the runtime's: torch_npu keeps their addresses on the stack (about 72 bytes a copy)."""
 
 LAYER_DIM = {"layer_first": 0, "page_first": 1, "page_first_direct": 1, "page_head": 3}
-_SLOT_DIM = {"layer_first": 1, "page_first": 0, "page_first_direct": 0, "page_head": 0}
 _PAGED = ("page_first_direct", "page_head")
 
 Move = Callable[[KVPool, KVPool, Tensor, Tensor, range, range], None]
@@ -34,9 +35,9 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
     """
     out = host_is_dst(src, dst)
     host, device = (dst, src) if out else (src, dst)
-    valid = (src_slots >= 0) & (src_slots < src.num_slots) & (dst_slots >= 0) & (dst_slots < dst.num_slots)
-    theirs = (dst_slots if out else src_slots)[valid].long()
-    ours = (src_slots if out else dst_slots)[valid].long()
+    # By the host's slots: what is consecutive there becomes one run.
+    a, b = kvplan.pairs(src, dst, src_slots, dst_slots, "dst" if out else "src")
+    theirs, ours = (b, a) if out else (a, b)
     if not theirs.numel():
         return
     unit = host.page_size if host.layout in _PAGED else 1
@@ -53,11 +54,14 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
         there = ours[chosen].to(device.device, non_blocking=True)
         if out:
             move(src, buffer, there, here, layers, inside)
-        pieces = [
-            (b, a) if out else (a, b)
-            for at, to, count, tokens in _runs(some.tolist(), local, unit)
-            for a, b in _pairs(buffer, host, at, to, count, tokens, layers)
-        ]
+        if out:
+            plan = kvplan.copies(buffer, host, local, theirs[chosen], inside, layers)
+        else:
+            plan = kvplan.copies(host, buffer, theirs[chosen], local, layers, inside)
+        pieces = list(
+            zip(_bytes(dst if out else buffer, plan.dst, plan.sizes),
+                _bytes(buffer if out else src, plan.src, plan.sizes), strict=True)
+        )  # fmt: skip
         for i in range(0, len(pieces), BATCH):
             _copy(*map(list, zip(*pieces[i : i + BATCH], strict=True)))
         if not out:
@@ -78,64 +82,15 @@ def _copy(to: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(to, sources, non_blocking=True)
 
 
-def _runs(
-    units: list[int], local: Tensor, unit: int
-) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
-    """(first staged unit, first host unit, how many, token range or None for whole units).
-
-    Consecutive units that are wholly taken are one run. Of a page that is taken in part only those tokens
-    are copied: the others are not this call's to write.
-    """
-    taken = torch.zeros(len(units) * unit, dtype=torch.bool)
-    taken[local] = True
-    pages = taken.view(len(units), unit)
-    full = pages.all(dim=1).tolist()
-    i = 0
-    while i < len(units):
-        if full[i]:
-            j = i + 1
-            while j < len(units) and full[j] and units[j] == units[j - 1] + 1:
-                j += 1
-            yield i, units[i], j - i, None
-            i = j
-            continue
-        tokens = pages[i].nonzero().view(-1).tolist()
-        start = 0
-        for t in range(1, len(tokens) + 1):
-            if t == len(tokens) or tokens[t] != tokens[t - 1] + 1:
-                yield i, units[i], 1, (tokens[start], t - start)
-                start = t
-        i += 1
-
-
-def _pairs(
-    buffer: KVPool, host: KVPool, at: int, to: int, count: int, tokens: tuple[int, int] | None, layers: range
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The contiguous pieces (of the buffer, of the host) of one run, in all layers, of k and of v."""
-    for name in ("k", "v"):
-        staged, real = getattr(buffer, name), getattr(host, name)
-        if real is None:
-            continue
-        if isinstance(real, tuple):
-            for i, layer in enumerate(layers):
-                yield staged[i].narrow(0, at, count), real[layer].narrow(0, to, count)
-            continue
-        a = staged.narrow(_SLOT_DIM[host.layout], at, count)
-        b = real.narrow(LAYER_DIM[host.layout], layers.start, len(layers)).narrow(
-            _SLOT_DIM[host.layout], to, count
-        )
-        if tokens is not None:
-            a, b = a.narrow(2, *tokens), b.narrow(2, *tokens)
-        yield from _contiguous(a, b)
-
-
-def _contiguous(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both as pairs of contiguous pieces: a strided copy between memories would be packed, and waited for."""
-    if a.is_contiguous() and b.is_contiguous():
-        yield a, b
-    else:
-        for x, y in zip(a, b, strict=True):
-            yield from _contiguous(x, y)
+def _bytes(pool: KVPool, addresses: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+    """Those bytes of a pool, as views of its tensors: the runtime takes no addresses."""
+    halves = [half for half in (pool.k, pool.v) if half is not None]
+    tensors = [t for half in halves for t in (half if isinstance(half, tuple) else (half,))]
+    whole = {t.untyped_storage().data_ptr(): t.view(torch.uint8) for t in tensors}
+    starts = sorted(whole)
+    for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+        start = starts[bisect_right(starts, address) - 1]
+        yield whole[start].as_strided((size,), (1,), address - start)
 
 
 def _staging(host: KVPool, slots: int, layers: int, device: torch.device) -> KVPool:

@@ -174,6 +174,42 @@ def move(typingctx: Any, dst: Any, src: Any, n: Any) -> Any:
     return types.void(dst, src, types.int64), codegen
 
 
+LINE = 64
+"""Bytes that `stream_line` copies."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
+    """Copies `LINE` bytes past the caches, where the CPU can; `dst` is a multiple of as many. `fence` ends a series."""
+    _pointers(dst, src)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(I64, LINE // 8).as_pointer()
+        put = b.store(
+            b.load(b.bitcast(args[1], line), align=1), b.bitcast(args[0], line), align=LINE
+        )  # fmt: skip
+        put.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
+
+    return types.void(dst, src), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(typingctx: Any) -> Any:
+    """What was streamed before it is seen by other threads before what is stored after it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        # Elsewhere the caller's own synchronisation orders such stores like any other.
+        if platform.machine() in ("x86_64", "AMD64"):
+            b.call(
+                cgutils.get_or_insert_function(
+                    b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"
+                ),
+                [],
+            )
+
+    return types.void(), codegen
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def take(typingctx: Any, counter: Any, step: Any) -> Any:
     """Adds `step` to the counter that threads share; its value before."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, int64
 
 from hal._errors import ArgumentError
-from hal.backends.cpu._bits import cast, load, move, view
+from hal.backends.cpu._bits import LINE, cast, fence, load, move, stream_line, view
 from hal.backends.cpu._bits import take as next_turn
 from hal.backends.cpu._call import need_cpu, rejected
 from hal.backends.cpu._jit import Kernel, inline
@@ -30,37 +30,43 @@ def _slot(slots, slots_64, i):  # type: ignore[no-untyped-def]
 NEAR = 1 << 18
 """Bytes of a pass that are read, and as many that are written: together a quarter of a common L2 cache."""
 
+STREAM = 1 << 22
+"""Bytes from which a transfer writes past the caches, which saves reading what it is to overwrite."""
+
 
 @inline
-def _pieces(src, dst, tokens, s_token, d_token, layers, s_layer, d_layer, pieces, s_piece, d_piece, size):  # type: ignore[no-untyped-def]
-    """Looped innermost: what is closest together where writing."""
-    if pieces > 1 and d_piece < d_token and d_piece < d_layer:
-        # Each row is written whole; of the two dims around it, the inner one is what is closest where reading.
-        outer, inner = (layers, tokens) if s_token < s_layer else (tokens, layers)
-        s_outer, s_inner = (s_layer, s_token) if s_token < s_layer else (s_token, s_layer)
-        d_outer, d_inner = (d_layer, d_token) if s_token < s_layer else (d_token, d_layer)
+def _copy(dst, src, size, streamed):  # type: ignore[no-untyped-def]
+    if streamed:
+        for i in range(size // LINE):
+            stream_line(view(dst + i * LINE, "u8"), view(src + i * LINE, "u8"))
+    else:
+        move(view(dst, "u8"), view(src, "u8"), size)
+
+
+@inline
+def _pieces(  # type: ignore[no-untyped-def]
+    src, dst, tokens, s_token, d_token, layers, s_layer, d_layer, pieces, s_piece, d_piece, size, streamed
+):
+    """In the order of reading, but that a row which is whole on one side is finished before the next."""
+    outer, inner = (layers, tokens) if s_token < s_layer else (tokens, layers)
+    s_outer, s_inner = (s_layer, s_token) if s_token < s_layer else (s_token, s_layer)
+    d_outer, d_inner = (d_layer, d_token) if s_token < s_layer else (d_token, d_layer)
+    whole = s_piece < min(s_token, s_layer) or d_piece < min(d_token, d_layer)
+    first, last = (1, pieces) if whole else (pieces, 1)
+    for g in range(first):
         for i in range(outer):
             for j in range(inner):
-                for h in range(pieces):
-                    move(
-                        view(dst + i * d_outer + j * d_inner + h * d_piece, "u8"),
-                        view(src + i * s_outer + j * s_inner + h * s_piece, "u8"), size,
+                for h in range(last):
+                    _copy(
+                        dst + i * d_outer + j * d_inner + (g + h) * d_piece,
+                        src + i * s_outer + j * s_inner + (g + h) * s_piece, size, streamed,
                     )  # fmt: skip
-        return
-    outer, inner = (layers, tokens) if d_token < d_layer else (tokens, layers)
-    s_outer, s_inner = (s_layer, s_token) if d_token < d_layer else (s_token, s_layer)
-    d_outer, d_inner = (d_layer, d_token) if d_token < d_layer else (d_token, d_layer)
-    for h in range(pieces):
-        for i in range(outer):
-            for j in range(inner):
-                move(
-                    view(dst + h * d_piece + i * d_outer + j * d_inner, "u8"),
-                    view(src + h * s_piece + i * s_outer + j * s_inner, "u8"), size,
-                )  # fmt: skip
 
 
 @inline
-def _block(src, dst, tokens, s_token, d_token, layers, s_layer, d_layer, pieces, s_piece, d_piece, size):  # type: ignore[no-untyped-def]
+def _block(  # type: ignore[no-untyped-def]
+    src, dst, tokens, s_token, d_token, layers, s_layer, d_layer, pieces, s_piece, d_piece, size, streamed
+):
     for _ in range(3):  # each pass may make the next dim mergeable
         if s_piece == size and d_piece == size:
             size, pieces, s_piece = size * pieces, 1, -1
@@ -73,12 +79,12 @@ def _block(src, dst, tokens, s_token, d_token, layers, s_layer, d_layer, pieces,
     for first in range(0, tokens, step):
         _pieces(
             src + first * s_token, dst + first * d_token, min(step, tokens - first), s_token, d_token,
-            layers, s_layer, d_layer, pieces, s_piece, d_piece, size,
+            layers, s_layer, d_layer, pieces, s_piece, d_piece, size, streamed,
         )  # fmt: skip
 
 
 def _kernel(  # type: ignore[no-untyped-def]
-    counter, grain, n, src_slots, src_64, dst_slots, dst_64, layers, uniform, pieces, size,
+    counter, grain, n, src_slots, src_64, dst_slots, dst_64, layers, uniform, pieces, size, streamed,
     src_bases, s_slots, s_page, s_page_stride, s_token, s_layer, s_piece,
     dst_bases, d_slots, d_page, d_page_stride, d_token, d_layer, d_piece,
 ):  # fmt: skip
@@ -110,13 +116,16 @@ def _kernel(  # type: ignore[no-untyped-def]
                 _block(
                     load(src_bases, m) + s_at, load(dst_bases, m) + d_at, tokens, s_token, d_token,
                     layers if uniform else 1, s_layer, d_layer, pieces, s_piece, d_piece, size,
+                    streamed,
                 )  # fmt: skip
         begin = next_turn(counter, grain) if grain else n
+    if streamed:
+        fence()
 
 
 kernel = Kernel(
     _kernel,
-    "i64 int int u8 bool u8 bool int bool int int  i64 int int int int int int  i64 int int int int int int",
+    "i64 int int u8 bool u8 bool int bool int int bool  i64 int int int int int int  i64 int int int int int int",
 )
 
 
@@ -142,9 +151,12 @@ def kv_transfer(
         pieces, size = max(a.chunks, b.chunks), min(a.chunk_bytes, b.chunk_bytes)
         a_bases, a_args, a_uniform = _side(src, a, which, size)
         b_bases, b_args, b_uniform = _side(dst, b, which, size)
+        streamed = src_slots.shape[0] * count * a.row_bytes >= STREAM and all(
+            x % LINE == 0 for x in (size, b.page_stride, b.token_stride, *b_bases, b_args[-1])
+        )
         run(
             kernel(), src_slots.shape[0], 2 * count * a.row_bytes,
-            (*slots, count, a_uniform and b_uniform, pieces, size, *a_args, *b_args),
+            (*slots, count, a_uniform and b_uniform, pieces, size, streamed, *a_args, *b_args),
             (src, dst, src_slots, dst_slots, a_bases, b_bases), max(src.page_size, dst.page_size),
         )  # fmt: skip
 

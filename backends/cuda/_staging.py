@@ -8,6 +8,7 @@ Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead)
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hal import kvplan
 from hal.backends.cuda import _copy, _engine
 from hal.backends.cuda._device import multiprocessors
 from hal.kvpool import KVPool, Plane
@@ -104,7 +106,7 @@ def granule(host: KVPool) -> int:
     return tokens
 
 
-def stageable(host: KVPool, slots: Any, layers: range) -> bool:
+def stageable(host: KVPool, slots: Tensor, layers: range) -> bool:
     """Whether whole granules of the host pool are wanted, in order, and fit a buffer."""
     tokens = granule(host)
     if not tokens or len(layers) != host.num_layers or len(slots) % tokens or host.device.type != "cpu":
@@ -115,17 +117,19 @@ def stageable(host: KVPool, slots: Any, layers: range) -> bool:
         return False
     if tokens == 1:
         return True
-    pages = slots.reshape(-1, tokens)
+    pages = slots.numpy().reshape(-1, tokens)  # a third of what torch's operators take on so few numbers
     return bool((pages[:, 0] % tokens == 0).all() and (pages == pages[:, :1] + np.arange(tokens)).all())
 
 
-def runs(slots: Any, tokens: int) -> tuple[Any, Any]:
-    """(index of the first, number) of each run of consecutive granules."""
-    first = slots[::tokens]
-    new = np.ones(len(first), dtype=bool)
-    new[1:] = first[1:] != first[:-1] + tokens
-    at = np.flatnonzero(new)
-    return at * tokens, np.diff(np.append(at, len(first))) * tokens
+def _joined(slots: Tensor, tokens: int) -> Any:
+    """Of each granule but the last: whether the next is its neighbour."""
+    first = slots.numpy()[::tokens]
+    return first[1:] == first[:-1] + tokens
+
+
+def runs(slots: Tensor, tokens: int) -> Tensor:
+    """``[runs, 2]`` (index of the first, number) of each run of consecutive granules."""
+    return kvplan.grouped(torch.from_numpy(_joined(slots, tokens))) * tokens
 
 
 @dataclass(frozen=True)
@@ -157,20 +161,20 @@ def _stage(host: KVPool, b: _Buffers, per_chunk: int) -> tuple[_Stage, _Stage]:
     return found
 
 
-def _pieces(host: KVPool, tokens: int, slots: Any, bases: tuple[int, ...], out: bool) -> _engine.Runs:
+def _pieces(host: KVPool, tokens: int, slots: Tensor, bases: tuple[int, ...], out: bool) -> kvplan.Copies:
     """The copies between staging and the host's runs."""
-    at, count = runs(slots, tokens)
-    to, frm, size = [], [], []
+    at, count = runs(slots, tokens).unbind(1)
+    staged, real, sizes = [], [], []
     for p, base in zip(host.planes(), bases, strict=True):
         per_token = host.num_layers * p.row_bytes
-        there, here = p.bases[0] + slots[at] * per_token, base + at * per_token
-        to.append(there if out else here)
-        frm.append(here if out else there)
-        size.append(count * per_token)
-    return tuple(np.concatenate(x).astype(np.uint64) for x in (to, frm, size))  # type: ignore[return-value]
+        real.append(p.bases[0] + slots[at] * per_token)
+        staged.append(base + at * per_token)
+        sizes.append(count * per_token)
+    here, there, size = (torch.cat(x) for x in (staged, real, sizes))
+    return kvplan.Copies(here, there, size) if out else kvplan.Copies(there, here, size)
 
 
-def transfer(src: KVPool, dst: KVPool, s: Any, d: Any, device: torch.device) -> None:
+def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.device) -> None:
     """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
     out = dst.device.type == "cpu"
     host, pool = (dst, src) if out else (src, dst)
@@ -180,7 +184,7 @@ def transfer(src: KVPool, dst: KVPool, s: Any, d: Any, device: torch.device) -> 
     b, now = buffers(device), _current(device)
     engine = b.stream.cuda_stream if b.stream is not None else 0
     host_slots, pool_slots = (d, s) if out else (s, d)
-    uploaded = _copy.upload(torch.from_numpy(np.stack([np.arange(len(s)) % per_chunk, pool_slots])), device)
+    uploaded = _copy.upload(torch.stack([torch.arange(len(s)) % per_chunk, pool_slots]), device)
     grid = 4 * multiprocessors(device.index if device.index is not None else -1)
     if b.stream is not None:
         b.stream.wait_stream(now)
@@ -239,12 +243,13 @@ def choose(
     host = dst if dst.device.type == "cpu" else src
     if not host.pinned:
         return "direct"
-    slots = (dst_slots if host is dst else src_slots).numpy()
+    slots = dst_slots if host is dst else src_slots
     if not stageable(host, slots, layers):
         return "kernel"
     per_token = host.num_layers * max(p.row_bytes for p in host.planes())
-    run_bytes = per_token * len(slots) / len(runs(slots, granule(host))[0])
+    tokens = granule(host)
+    run_bytes = per_token * len(slots) / (len(slots) // tokens - np.count_nonzero(_joined(slots, tokens)))
     total = host.num_layers * sum(p.row_bytes for p in host.planes()) * len(slots)
     table = costs(device.index or 0)["d2h" if host is dst else "h2d"]
-    near = min(table, key=lambda r: abs(np.log2(r[0] / run_bytes)) + abs(np.log2(r[1] / total)))
+    near = min(table, key=lambda r: abs(math.log2(r[0] / run_bytes)) + abs(math.log2(r[1] / total)))
     return "direct" if near[3] >= near[2] else "kernel"

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hal import kvplan
 from hal._errors import ArgumentError, HalError
 from hal.backends.cuda import _copy, _engine, _staging
 from hal.kvpool import KVPool
@@ -64,10 +64,7 @@ def _from_host(
 def _direct(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device
 ) -> None:
-    s, d = (x.numpy().astype(np.int64, copy=False) for x in (src_slots, dst_slots))
-    there = (s >= 0) & (s < src.num_slots) & (d >= 0) & (d < dst.num_slots)
-    if not there.all():
-        s, d = s[there], d[there]
+    s, d = kvplan.pairs(src, dst, src_slots, dst_slots)
     if not len(s):
         return
     host, slots = (dst, d) if dst.device.type == "cpu" else (src, s)
@@ -75,7 +72,7 @@ def _direct(
         _staging.transfer(src, dst, s, d, device)
         return
     with _staging.side(device) as stream:
-        _engine.copy(_engine.merged(_engine.addresses(src, dst, s, d, todo)), stream)
+        _engine.copy(kvplan.copies(src, dst, s, d, todo), stream)
 
 
 def _need_pinned(src: KVPool, dst: KVPool) -> None:

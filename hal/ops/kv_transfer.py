@@ -361,6 +361,18 @@ SPEC = OpSpec(
         Sample("padded", {"view": "padded", "src": "page_first", "dst": "layer_first"}),
         Sample("padded-direct", {"view": "padded", "src": "page_first_direct", "dst": "page_first"}),
         Sample("no-slots", {"dst_slots": 0, "values": "none"}, control="one"),
+        # From some size on an implementation may move rows in another way.
+        *(
+            Sample(
+                f"megabytes-{a}-to-{b}",
+                {
+                    "src": a, "dst": b, "order": "pages", "num_layers": 32, "heads": 8, "head_dim": 128,
+                    "n": 80, "src_page": 16, "dst_page": 16, "src_slots": 96, "dst_slots": 96,
+                },
+                _tag(a, b),
+            )
+            for a, b in (("page_head", "layer_first"), ("layer_first", "page_first"))
+        ),
         *(Sample(f"method-{m}", {"method": m, "order": "pages", "n": 24}) for m in ("kernel", "direct")),
         Sample("far-slots", {"view": "far", "dst_slots": 8, "num_layers": 2, "n": 8}, large=True),
     ),

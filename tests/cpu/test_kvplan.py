@@ -74,7 +74,6 @@ def test_runs_of_one_side_and_of_both() -> None:
     b = torch.cat([torch.arange(0, 7), torch.arange(8, 21)])
     assert kvplan.runs((a, flat), (b, flat)).tolist() == [[0, 7], [7, 13]]
     assert kvplan.runs((a, paged), (b, flat)).tolist() == [[0, 6], [6, 1], [7, 13]]
-    assert kvplan.runs((a, flat), longest=8).tolist() == [[0, 8], [8, 8], [16, 4]]
     assert kvplan.runs((a[:0], flat)).shape == (0, 2)
 
 

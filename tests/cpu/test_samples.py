@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from cpu.cases import OPS, judge, make, ours, samples
@@ -16,6 +18,13 @@ from hal.ops import spec
 @pytest.mark.parametrize(("op", "sample"), samples(large=True))
 def test_sample(op: str, sample: str) -> None:
     judge(op, lambda a: ours(op)(**a), lambda: make(op, sample))
+
+
+@pytest.mark.parametrize("sample", [s.name for s in spec("kv_transfer").samples if not s.large])
+def test_a_small_transfer_past_the_caches(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only megabytes are written so: here everything is that may be, its rows being whole lines at lines' starts."""
+    monkeypatch.setattr(sys.modules["hal.backends.cpu.kv_transfer"], "STREAM", 0)
+    judge("kv_transfer", lambda a: ours("kv_transfer")(**a), lambda: make("kv_transfer", sample))
 
 
 @pytest.mark.parametrize("op", OPS)
