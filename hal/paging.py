@@ -1,5 +1,5 @@
-"""`num_new_pages`: on the host, what `alloc_extend` and `alloc_decode` will take, before they are called; `listed`, for
-adapters of attention that takes no listing but a well-formed one."""
+"""`num_new_pages`: on the host, what `alloc_extend` and `alloc_decode` will take, before they are called; `listed` and
+`runs`, for adapters of attention that takes no listing but a well-formed one."""
 
 from __future__ import annotations
 
@@ -105,3 +105,94 @@ def listed(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window
     i = torch.repeat_interleave(keys, output_size=sum(lengths))
     rank = torch.arange(i.shape[0], device=i.device) - begin[i]
     return Listing(packed[before[start][i] + rank].to(torch.int32), begin, keys, lengths)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A batch's queries as runs of rows of q, and the keys of each: what `extend_attention` means, for libraries that
+    align the last query of a run with its last key. A run without keys has rows that see nothing, or are nobody's.
+
+    Attributes:
+        rows: on the host: where each run begins, and where the last ends; all rows of q are in one.
+        keys: the runs' keys, as `Listing` has requests'.
+        window: how many keys before its own a query sees, of those of its run; -1: all. That is no more than
+            `sliding_window` unless each row is a run of its own, whose keys are those that are within it.
+        seen: ``[n]`` int64, on the device: how many keys each row sees.
+        named: ``[n]`` bool, on the device: the rows of some request; None: all are.
+    """
+
+    rows: list[int]
+    keys: Listing
+    window: int
+    seen: Tensor
+    named: Tensor | None
+
+
+def runs(
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    n: int,
+    num_slots: int,
+    causal: bool = True,
+    sliding_window: int = -1,
+) -> Runs:
+    """What each query of `extend_attention` sees, as runs of queries of which each sees one key more than the last.
+
+    A request is a run, but where its listing has entries that are no key: its queries' counts of keys then do not
+    ascend by one, and it is cut; or where it has fewer keys than queries. Costs a few small kernels and one
+    synchronisation, or three where there are such entries.
+
+    Args:
+        qo_indptr, kv_indptr, kv_indices, causal, sliding_window: as in `hal.extend_attention`; any values.
+        n: rows of q. num_slots: slots of the cache, below 2^31.
+    """
+    device, nnz, bs = kv_indices.device, kv_indices.shape[0], qo_indptr.shape[0] - 1
+    valid = in_range(kv_indices, num_slots)
+    host = torch.cat([qo_indptr.to(torch.int64), kv_indptr.to(torch.int64), valid.sum().view(1)]).cpu()
+    qo, kv, whole = host[: bs + 1].clamp(0, n), host[bs + 1 : -1], int(host[-1]) == nnz
+    start, end = bounds(kv, nnz)
+    ascending = bool((qo.diff() >= 0).all())
+    t = torch.arange(n)
+    if sliding_window >= nnz:
+        sliding_window = -1
+    if not bs:
+        owned, owner = torch.zeros(n, dtype=torch.bool), t
+        start = end = stop = torch.zeros(n, dtype=torch.int64)
+    else:
+        if ascending:
+            owned = (t >= qo[0]) & (t < qo[-1])
+            owner = (torch.searchsorted(qo, t, right=True) - 1).clamp(0, bs - 1)
+        else:
+            mine = (t.view(-1, 1) >= qo[:-1]) & (t.view(-1, 1) < qo[1:])
+            owned, owner = mine.any(dim=1), mine.to(torch.int8).argmax(dim=1)
+        stop = qo[1:]
+    first, last = start[owner], end[owner]
+    after = last - (stop[owner] - t) + 1
+    # One by one is always right; a run has one window for all its rows, counted in keys and from its end.
+    single = sliding_window >= 0 and not (whole and (causal or ascending))
+    if sliding_window >= 0:
+        first = torch.maximum(first, after - 1 - sliding_window)
+    if causal:
+        last = after
+    last = torch.where(owned, torch.maximum(first, last), 0)
+    first = torch.where(owned, first, 0)
+    slots = kv_indices
+    if not whole:
+        before = torch.nn.functional.pad(valid.cpu().cumsum(0), (1, 0))
+        first, last, slots = before[first], before[last], kv_indices[valid]
+    seen = last - first
+    on = (owner.diff() == 0) & (seen[1:] > 0) & (seen[:-1] > 0) & (last.diff() == int(causal))
+    if sliding_window < 0:
+        on &= first.diff() == 0
+    on = on & (not single) | (seen[1:] == 0) & (seen[:-1] == 0)
+    rows = torch.cat([t[:1], 1 + torch.nonzero(~on).flatten(), torch.tensor([n] if n else [0])])
+    low, high = first[rows[:-1]], last[rows[1:] - 1]
+    lengths = torch.where(seen[rows[:-1]] > 0, high - low, 0)
+    total = int(lengths.sum())
+    begin = lengths.cumsum(0) - lengths
+    shift, begin, keys, seen = (x.to(device) for x in (low - begin, begin, lengths, seen))
+    at = torch.repeat_interleave(shift, keys, output_size=total) + torch.arange(total, device=device)
+    listing = Listing(slots[at].to(torch.int32), begin, keys, lengths.tolist())
+    named = None if bool(owned.all()) else owned.to(device)
+    return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, named)

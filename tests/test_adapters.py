@@ -8,10 +8,14 @@ can't show is whether the library itself does what its documentation says.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import hal
+from hal.backends.cuda import _flashinfer
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import cases_of
 from hal.conformance._proofs import BOUND, Refused, Run, run_case
@@ -26,69 +32,80 @@ from hal.conformance._result import FAILED, PASSED, Case
 from hal.conformance._target import Bound, DirectTarget
 from hal.ops import spec
 from hal.ops._judge import right_any
-from hal.paging import listed
+from hal.ops._spec import OpSpec
+from hal.paging import listed, runs
 
-SPEC = spec("decode_attention")
+DECODE, EXTEND = spec("decode_attention"), spec("extend_attention")
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """One query ``[heads, dim]`` over ``[keys, kv_heads, dim]``: output and natural log-sum-exp, in float64."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """One query ``[heads, dim]`` over ``[keys, kv_heads, dim]``: output and natural log-sum-exp, in float64; or from
+    weights that are `rounded`."""
     group = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     logits = torch.einsum("hd,jhd->hj", q.double(), k) * scale
-    logits = cap * torch.tanh(logits / cap) if cap else logits
-    return torch.einsum("hj,jhd->hd", logits.softmax(-1), v), logits.logsumexp(-1)
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp()
+    weights = weights if rounded is None else weights.to(rounded).double()
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("hj,jhd->hd", weights / total, v), (total.log() + top).squeeze(-1)
 
 
-class Wrapper:
-    """flashinfer.BatchDecodeWithPagedKVCacheWrapper."""
+class Planned:
+    """What FlashInfer's two wrappers have in common: a plan, then calls by whoever made it."""
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-                 use_tensor_cores: bool = False) -> None:  # fmt: skip
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, exact: bool) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert float_workspace_buffer.numel() >= 128 << 20
-        assert (kv_layout, use_cuda_graph, use_tensor_cores) == ("NHD", False, True)
-        self.plans = 0
+        assert not float_workspace_buffer[:: 1 << 20].any()
+        assert kv_layout == "NHD"
+        self.exact = exact
 
-    def plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, *, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        logits_soft_cap: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None,
-        sm_scale: float | None = None,
+    def planned(
+        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, heads: tuple[int, int, int],
+        page_size: int, causal: bool, window_left: int, q_data_type: Any, kv_data_type: Any, sm_scale: float | None,
     ) -> None:  # fmt: skip
-        assert {t.dtype for t in (indptr, indices, last_page_len)} == {torch.int32}
-        assert indptr[0] == 0
-        assert (indptr.diff() >= 0).all()
-        assert indptr[-1] == indices.shape[0]
+        assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
+        for offsets, end in ((qo_indptr, qo_indptr[-1]), (indptr, indices.shape[0])):
+            assert offsets[0] == 0
+            assert (offsets.diff() >= 0).all()
+            assert offsets[-1] == end
+        assert qo_indptr.shape == indptr.shape
         used = indptr.diff() > 0
         assert ((last_page_len >= 1) & (last_page_len <= page_size))[used].all()
         # kv length = (pages - 1) * page_size + last_page_len, with no page 0 + last_page_len
         assert (last_page_len[~used] == 0).all()
-        assert num_qo_heads % num_kv_heads == 0
-        assert head_dim in (64, 128, 256)
+        assert heads[0] % heads[1] == 0
+        assert heads[2] in (64, 128, 256)
         assert q_data_type in HALVES
         assert kv_data_type == q_data_type
-        assert pos_encoding_mode == "NONE"
         assert isinstance(sm_scale, float)
-        self.indptr, self.indices, self.page_size = indptr.tolist(), indices, page_size
-        self.heads, self.kind = (num_qo_heads, num_kv_heads, head_dim), q_data_type
-        self.cap, self.scale, self.window = logits_soft_cap or 0.0, sm_scale, window_left
-        self.plans += 1
+        assert window_left >= -1
+        self.qo, self.indptr, self.indices, self.page_size = (
+            qo_indptr.tolist(),
+            indptr.tolist(),
+            indices,
+            page_size,
+        )
+        self.heads, self.kind, self.causal = heads, q_data_type, causal
+        self.scale, self.window, self.by = sm_scale, window_left, threading.get_ident()
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None,
         lse: Tensor | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
+        assert self.by == threading.get_ident()
         k, v = paged_kv_cache
         heads, kv_heads, dim = self.heads
         assert q.dtype == self.kind
         assert q.is_contiguous()
-        assert q.shape == (len(self.indptr) - 1, heads, dim)
+        assert q.shape == (self.qo[-1], heads, dim)
         assert k.shape[1:] == (self.page_size, kv_heads, dim)
         assert k.stride() == v.stride()
         assert ((self.indices >= 0) & (self.indices < k.shape[0])).all()
-        assert self.window == -1
         assert out is not None
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert out.is_contiguous()
@@ -97,47 +114,109 @@ class Wrapper:
             assert lse is not None
             assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
             lse.fill_(torch.nan)
-        for i, (a, b) in enumerate(zip(self.indptr, self.indptr[1:], strict=False)):
-            if b > a:
-                pages = self.indices[a:b].long()
-                found, sums = attend(
-                    q[i], k[pages].flatten(0, 1), v[pages].flatten(0, 1), self.scale, self.cap
-                )
-                out[i] = found.to(q.dtype)
+        for i, (a, b) in enumerate(pairwise(self.indptr)):
+            pages = self.indices[a:b].long()
+            keys, values = (c[pages].flatten(0, 1) for c in (k, v))
+            rounded = None if self.exact else q.dtype
+            for t, first, last in seen_of(self.qo[i], self.qo[i + 1], b - a, self.causal, self.window):
+                found, sums = attend(q[t], keys[first:last], values[first:last], self.scale, rounded)
+                out[t] = found.to(q.dtype)
                 if return_lse and lse is not None:
-                    lse[i] = (sums / math.log(2)).float()
+                    lse[t] = (sums / math.log(2)).float()
         return (out, lse) if return_lse else out
+
+
+class DecodeWrapper(Planned):
+    """flashinfer.BatchDecodeWithPagedKVCacheWrapper."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+                 use_tensor_cores: bool = False, backend: str = "auto") -> None:  # fmt: skip
+        assert (use_cuda_graph, backend) == (False, "fa2")
+        super().__init__(float_workspace_buffer, kv_layout, exact=not use_tensor_cores)
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, *, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        q_data_type: Any = "float16", kv_data_type: Any = None, sm_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        assert not self.exact or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
+        each = torch.arange(indptr.shape[0], dtype=torch.int32)
+        self.planned(
+            each, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim), page_size, False,
+            window_left, q_data_type, kv_data_type, sm_scale,
+        )  # fmt: skip
+
+
+class PrefillWrapper(Planned):
+    """flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
+    ) -> None:
+        assert backend in ("fa2", "fa3")
+        super().__init__(float_workspace_buffer, kv_layout, exact=backend == "fa3")
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False,
+        sm_scale: float | None = None, window_left: int = -1, q_data_type: Any = "float16", kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
+        assert qo_indptr.shape[0] <= 32768 + 1
+        self.planned(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim_qk), page_size, causal, window_left, q_data_type, kv_data_type,
+            sm_scale,
+        )  # fmt: skip
+
+
+def seen_of(begin: int, stop: int, keys: int, causal: bool, window: int) -> Iterator[tuple[int, int, int]]:
+    """(row, first key, end of keys) of each query of a request that sees any, the last query aligned with the last
+    key. Where a causal one has fewer keys than queries, libraries differ: no adapter may ask for it."""
+    assert not causal or keys >= stop - begin or not keys
+    for t in range(begin, stop):
+        own = keys - (stop - t)
+        first, last = max(0, own - window) if window >= 0 else 0, own + 1 if causal else keys
+        if last > first:
+            yield t, first, last
 
 
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, qv: None = None,
     rotary_cos: None = None, rotary_sin: None = None, cache_seqlens: Tensor | None = None, cache_batch_idx: None = None,
-    cache_leftpad: None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, num_splits: int = 0,
-    return_softmax_lse: bool = False,
+    cache_leftpad: None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: None = None, max_seqlen_q: int | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     assert page_table is not None
     assert cache_seqlens is not None
-    bs, seqlen, heads, _ = q.shape
+    bs = cache_seqlens.shape[0]
+    if cu_seqlens_q is None:
+        assert q.shape[:2] == (bs, 1)
+        rows, queries = list(range(bs + 1)), q.flatten(0, 1)
+    else:
+        assert cu_seqlens_q.dtype == torch.int32
+        rows, queries = cu_seqlens_q.tolist(), q
+        assert (len(rows), rows[0], rows[-1]) == (bs + 1, 0, q.shape[0])
+        assert max_seqlen_q == max(b - a for a, b in pairwise(rows))
     blocks, page, _, _ = k_cache.shape
-    assert seqlen == 1
     assert q.dtype in HALVES
     assert q.dtype == k_cache.dtype == v_cache.dtype
     assert {t.dtype for t in (page_table, cache_seqlens)} == {torch.int32}
     assert page_table.is_contiguous()
-    assert cache_seqlens.shape == (bs,)
     assert page_table.shape[0] == bs
     assert int(cache_seqlens.max()) <= page_table.shape[1] * page
     assert ((page_table >= 0) & (page_table < blocks)).all()
-    assert causal
-    assert window_size == (-1, -1)
+    left, right = window_size
+    assert right == (0 if causal and cu_seqlens_q is not None else -1)
     assert isinstance(softmax_scale, float)
-    out, lse = torch.full_like(q, torch.nan), torch.full((bs, heads, 1), torch.inf)
+    out, lse = torch.full_like(queries, torch.nan), torch.full((q.shape[-2], rows[-1]), torch.inf)
     for i, n in enumerate(cache_seqlens.tolist()):
-        if n:
-            rows = [c[page_table[i].long()].flatten(0, 1)[:n] for c in (k_cache, v_cache)]
-            found, sums = attend(q[i, 0], rows[0], rows[1], softmax_scale, softcap)
-            out[i, 0], lse[i, :, 0] = found.to(q.dtype), sums.float()
+        keys, values = (c[page_table[i].long()].flatten(0, 1)[:n] for c in (k_cache, v_cache))
+        for t, first, last in seen_of(rows[i], rows[i + 1], n, causal, left):
+            found, sums = attend(queries[t], keys[first:last], values[first:last], softmax_scale)
+            out[t], lse[:, t] = found.to(q.dtype), sums.float()
+    if cu_seqlens_q is None:
+        out, lse = out.unsqueeze(1), lse.T.unsqueeze(-1)
     return (out, lse, None, None) if return_softmax_lse else out
 
 
@@ -178,62 +257,70 @@ def npu_fused_infer_attention_score(
     out, lse = torch.full_like(query, torch.nan), torch.full((bs, num_heads, 1, 1), torch.nan)
     for i, n in enumerate(actual_seq_lengths_kv):
         k, v = (r[i, :n].view(n, num_key_value_heads, dim) for r in rows)
-        found, sums = attend(query[i, 0].view(num_heads, dim), k, v, scale, 0.0)
+        found, sums = attend(query[i, 0].view(num_heads, dim), k, v, scale)
         out[i, 0], lse[i, :, 0, 0] = found.flatten().to(query.dtype), sums.float()
     return out, lse if softmax_lse_flag else torch.zeros(1)
 
 
-ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "cuda/flashinfer": (
-        "hal.backends.cuda.decode_attention_flashinfer",
-        "flashinfer",
-        {"BatchDecodeWithPagedKVCacheWrapper": Wrapper},
-    ),
-    "cuda/fa3": (
-        "hal.backends.cuda.decode_attention_fa3",
-        "flash_attn_interface",
-        {"flash_attn_with_kvcache": flash_attn_with_kvcache},
-    ),
-    "ascend/fused": (
-        "hal.backends.ascend.decode_attention_fused",
-        "torch_npu",
-        {"npu_fused_infer_attention_score": npu_fused_infer_attention_score},
-    ),
+_FLASHINFER = {
+    "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper,
+    "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper,
+}
+_FA3 = {"flash_attn_with_kvcache": flash_attn_with_kvcache}
+_FUSED = {"npu_fused_infer_attention_score": npu_fused_infer_attention_score}
+ADAPTERS: dict[str, tuple[OpSpec, str, str, dict[str, Any]]] = {
+    "decode-flashinfer": (DECODE, "cuda.decode_attention_flashinfer", "flashinfer", _FLASHINFER),
+    "decode-fa3": (DECODE, "cuda.decode_attention_fa3", "flash_attn_interface", _FA3),
+    "decode-fused": (DECODE, "ascend.decode_attention_fused", "torch_npu", _FUSED),
+    "extend-flashinfer": (EXTEND, "cuda.extend_attention_flashinfer", "flashinfer", _FLASHINFER),
+    "extend-fa3": (EXTEND, "cuda.extend_attention_fa3", "flash_attn_interface", _FA3),
 }
 
 
-@pytest.fixture
-def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The adapter's module, with the stand-in in its library's place."""
-    module, library, names = ADAPTERS[request.param]
+@dataclass
+class Adapter:
+    """An adapter's module, with the stand-in in its library's place."""
+
+    spec: OpSpec
+    module: Any
+
+    @property
+    def fn(self) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(self.module, self.spec.name)
+        return found
+
+    def supports(self, arguments: dict[str, Any]) -> str | None:
+        why: str | None = self.module.supports(self.spec.sign(arguments))
+        return why
+
+    def target(self, fn: Callable[..., Tensor] | None = None) -> DirectTarget:
+        bound = Bound(fn or self.fn, self.module.supports, "adapter", graph_safe=False, deterministic=False)
+        return DirectTarget({self.spec.name: bound}, limits=("adapter",))
+
+
+def adapted(name: str, monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    op, module, library, names = ADAPTERS[name]
     stand_in = ModuleType(library)
     vars(stand_in).update(names)
     monkeypatch.setitem(sys.modules, library, stand_in)
-    found = importlib.import_module(module)
-    if hasattr(found, "_wrappers"):
-        monkeypatch.setattr(found, "_wrappers", {})
-    return found
+    monkeypatch.setattr(_flashinfer, "_wrappers", {})
+    monkeypatch.setattr(_flashinfer, "hopper", lambda device: True)
+    return Adapter(op, importlib.import_module(f"hal.backends.{module}"))
 
 
-def target(adapter: Any) -> DirectTarget:
-    bound = Bound(
-        adapter.decode_attention, adapter.supports, "adapter", graph_safe=False, deterministic=False
-    )
-    return DirectTarget({"decode_attention": bound}, limits=("adapter",))
-
-
-def cases(proof: str) -> list[Case]:
-    return [c for c in cases_of(SPEC) if c.proof == proof]
+@pytest.fixture
+def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    return adapted(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, indirect=True)
-def test_value(adapter: Any) -> None:
+def test_value(adapter: Adapter) -> None:
     """Every sample that it supports gives what the contract says, and writes nothing else; it refuses the others."""
-    judged, ran, refused = target(adapter), 0, 0
-    for case in cases("value"):
-        sample = next(s for s in SPEC.samples if s.name == case.sample)
-        run = Run(judged, SPEC, case)
-        why = adapter.supports(SPEC.sign(SPEC.make(**sample.params)))
+    judged, ran, refused = adapter.target(), 0, 0
+    for case in (c for c in cases_of(adapter.spec) if c.proof == "value"):
+        sample = next(s for s in adapter.spec.samples if s.name == case.sample)
+        run = Run(judged, adapter.spec, case)
+        why = adapter.supports(adapter.spec.make(**sample.params))
         if why is None:
             run.prove(sample.params, ways=((BOUND, POISONS[0]),))
             ran += 1
@@ -247,10 +334,10 @@ def test_value(adapter: Any) -> None:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, indirect=True)
-def test_ragged(adapter: Any) -> None:
-    """Random batches of what it supports: odd listings, odd offsets, windows, caps."""
-    judged, ran = target(adapter), 0
-    for seed in range(60):
+def test_ragged(adapter: Adapter) -> None:
+    """Random batches of what it supports: odd listings, odd offsets, windows, rows of nobody."""
+    judged, op, ran = adapter.target(), adapter.spec, 0
+    for seed in range(80):
         g = torch.Generator().manual_seed(seed)
 
         def pick(choices: Any, g: torch.Generator = g) -> Any:
@@ -261,18 +348,87 @@ def test_ragged(adapter: Any) -> None:
             "cache": pick(["slots", "paged"]), "page_size": pick([1, 3, 16]), "index": pick(["i32", "i64"]),
             "values": pick(["valid", "skip", "edge", "extreme"]), "out": pick(["none", "given"]),
             "indptr_values": pick(["valid", "edge", "extreme"]), "sliding_window": pick([-1, 0, 5]),
-            "lse": pick([True, False]), "logit_cap": pick([0.0, 0.0, 7.0]),
+            "lse": pick([True, False]),
         }  # fmt: skip
-        arguments = SPEC.make(**params)
-        if adapter.supports(SPEC.sign(arguments)) is None:
-            Run(judged, SPEC, Case("decode_attention", "value", "ragged")).prove(params)
+        if op is EXTEND:
+            params |= {
+                "longest": pick([1, 4, 15]), "prefix": pick([-4, 0, 20]), "spare": pick([0, 2]),
+                "causal": pick([True, True, False]),
+            }  # fmt: skip
+        if adapter.supports(op.make(**params)) is None:
+            Run(judged, op, Case(op.name, "value", "ragged")).prove(params)
             ran += 1
-    assert ran >= 20
+    assert ran >= 40
 
 
-@pytest.mark.parametrize("adapter", ["ascend/fused"], indirect=True)
+@pytest.mark.parametrize("adapter", ["decode-flashinfer", "extend-flashinfer"], indirect=True)
+def test_threads_share_a_wrapper(adapter: Adapter) -> None:
+    """One has a wrapper at a time: a plan of another between plan and run would be run with these queries."""
+    assert (
+        run_case(Case(adapter.spec.name, "threads", "all"), adapter.target(), adapter.spec).outcome == PASSED
+    )
+
+
+@pytest.mark.parametrize("adapter", ["decode-flashinfer"], indirect=True)
+def test_the_log_sum_exp_is_asked_of_exact_kernels(adapter: Adapter) -> None:
+    """FlashInfer's tensor cores sum rounded weights: they are used where no log-sum-exp is asked for."""
+    for q_heads, lse, why in ((5, True, "has an exact log-sum-exp for 1, 2, 3, 4, 8"), (5, False, None)):
+        params = {"q_heads": q_heads, "kv_heads": 1, "lse": lse}
+        said = adapter.supports(DECODE.make(**params))
+        assert (said is None) if why is None else (said is not None and why in said)
+        if why is None:
+            Run(adapter.target(), DECODE, Case("decode_attention", "value", "group")).prove(params)
+    for lse, exact in ((True, True), (False, False)):
+        _flashinfer._wrappers.clear()
+        Run(adapter.target(), DECODE, Case("decode_attention", "value", "group")).prove(
+            {"q_heads": 4, "kv_heads": 1, "lse": lse}, ways=((BOUND, POISONS[0]),)
+        )
+        assert [w.exact for w, _ in _flashinfer._wrappers.values()] == [exact]
+
+
+@pytest.mark.parametrize("adapter", ["extend-flashinfer"], indirect=True)
+def test_off_hopper_there_is_no_log_sum_exp(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flashinfer, "hopper", lambda device: False)
+    assert adapter.supports(EXTEND.make(lse=True)) == (
+        "adapter: FlashInfer has an exact log-sum-exp on compute capability 9.0"
+    )
+    assert adapter.supports(EXTEND.make(lse=False)) is None
+    Run(adapter.target(), EXTEND, Case("extend_attention", "value", "fa2")).prove({"lse": False})
+    assert [w.exact for w, _ in _flashinfer._wrappers.values()] == [False]
+
+
+@pytest.mark.parametrize("adapter", ["extend-flashinfer"], indirect=True)
+def test_more_runs_than_flashinfer_has_lengths_for(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flashinfer, "REQUESTS", 3)
+    arguments = EXTEND.make(bs=4, lengths="full")
+    before = arguments["out"].clone()
+    with pytest.raises(hal.ArgumentError, match="at most 3 runs of queries, by FlashInfer; got 4"):
+        adapter.fn(**arguments)
+    assert torch.equal(arguments["out"].view(torch.int16), before.view(torch.int16))
+
+
+def test_runs_are_requests_where_all_keys_are_there() -> None:
+    """No run more than needed: a request is one, but where its listing has holes among its queries' own keys."""
+    qo, kv = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 5, 9, 11])
+    slots = torch.arange(11)
+    got = runs(qo, kv, slots, 5, 11)
+    assert (got.rows, got.keys.lengths, got.window, got.named) == ([0, 3, 5], [5, 2], -1, None)
+    assert got.keys.slots.tolist() == [0, 1, 2, 3, 4, 9, 10]
+    assert got.seen.tolist() == [3, 4, 5, 1, 2]
+    assert runs(qo, kv, slots, 5, 11, sliding_window=1).window == 1
+    early, late = slots.clone(), slots.clone()
+    early[0], late[3] = -1, -1
+    assert runs(qo, kv, early, 5, 11).rows == [0, 3, 5]
+    got = runs(qo, kv, late, 5, 11)
+    assert (got.rows, got.keys.lengths) == ([0, 1, 3, 5], [3, 4, 2])
+    assert got.seen.tolist() == [3, 3, 4, 1, 2]
+    got = runs(qo, kv, late, 5, 11, sliding_window=1)
+    assert (got.rows, got.window, got.keys.slots.tolist()) == ([0, 1, 2, 3, 4, 5], -1, [1, 2, 2, 4, 9, 9, 10])
+
+
+@pytest.mark.parametrize("adapter", ["decode-fused"], indirect=True)
 @pytest.mark.parametrize(("odd", "way"), [(False, "paged"), (True, "gathered")])
-def test_whole_pages_go_by_block_table(adapter: Any, odd: bool, way: str) -> None:
+def test_whole_pages_go_by_block_table(adapter: Adapter, odd: bool, way: str) -> None:
     """A listing of whole pages, as `build_kv_indices` makes it; with one slot out of its page, rows are gathered."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(*s, 64, generator=g).bfloat16() for s in ((3, 4), (9, 16, 2), (9, 16, 2)))
@@ -283,11 +439,11 @@ def test_whole_pages_go_by_block_table(adapter: Any, odd: bool, way: str) -> Non
     if odd:
         indices[5] = -1
     indptr = torch.tensor([0, 40, 40, 57])
-    arguments = SPEC.bind(q, k, v, indptr, indices, lse=torch.zeros(3, 4), scale=0.125)
-    assert adapter.supports(SPEC.sign(arguments)) is None
-    wants = SPEC.oracle(arguments)
+    arguments = DECODE.bind(q, k, v, indptr, indices, lse=torch.zeros(3, 4), scale=0.125)
+    assert adapter.supports(arguments) is None
+    wants = DECODE.oracle(arguments)
     ways.clear()
-    found = adapter.decode_attention(**arguments)
+    found = adapter.fn(**arguments)
     assert ways == [way]
     assert right_any(found, wants["return"]).all()
     assert right_any(arguments["lse"], wants["lse"]).all()
@@ -306,28 +462,36 @@ def test_listed_is_well_formed_whatever_it_gets() -> None:
     assert listed(torch.tensor([0]), indices[:0], 0).lengths == []
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_a_planted_error_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins are no rubber stamp: an adapter that forgets the scale, or -1, fails."""
-    module, library, names = ADAPTERS[name]
-    stand_in = ModuleType(library)
-    vars(stand_in).update(names)
-    monkeypatch.setitem(sys.modules, library, stand_in)
-    found = importlib.import_module(module)
-    right: Callable[..., Any] = found.decode_attention
-    plain = Case("decode_attention", "value", "bf16", "bf16")
-    skip = Case("decode_attention", "value", "skip", "skip")
+@pytest.mark.parametrize("adapter", ADAPTERS, indirect=True)
+def test_a_planted_error_is_seen(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins are no rubber stamp: an adapter that forgets the scale, -1, or a row of nobody fails."""
+    op, right = adapter.spec, adapter.fn
 
-    def broken(**arguments: Any) -> Any:
+    def outcome(sample: str, fn: Callable[..., Tensor] = right) -> str:
+        return run_case(Case(op.name, "value", sample, sample), adapter.target(fn), op).outcome
+
+    def broken(**arguments: Any) -> Tensor:
         return right(**{**arguments, "scale": arguments["scale"] * 1.5})
 
-    for case, fn, expected in ((plain, right, PASSED), (plain, broken, FAILED), (skip, right, PASSED)):
-        judged = DirectTarget({"decode_attention": Bound(fn, found.supports, name)}, limits=("adapter",))
-        assert run_case(case, judged, SPEC).outcome == expected
+    assert outcome("bf16") == PASSED
+    assert outcome("bf16", broken) == FAILED
+    assert outcome("skip") == PASSED
+    if op is EXTEND:
 
-    def careless(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window: int = -1) -> Any:
-        return listed(kv_indptr, torch.where(kv_indices < 0, 0, kv_indices), num_slots, sliding_window)
+        def all_rows(**arguments: Any) -> Tensor:
+            ends = torch.cat([arguments["qo_indptr"][:-1], torch.tensor([arguments["q"].shape[0]])])
+            return right(**{**arguments, "qo_indptr": ends})
 
-    monkeypatch.setattr(found, "listed", careless)
-    judged = DirectTarget({"decode_attention": Bound(right, found.supports, name)}, limits=("adapter",))
-    assert run_case(skip, judged, SPEC).outcome == FAILED
+        assert outcome("spare-rows") == PASSED
+        assert outcome("spare-rows", all_rows) == FAILED
+
+    name = "listed" if op is DECODE else "runs"
+    real = getattr(adapter.module, name)
+    at = inspect.signature(real).parameters
+
+    def careless(*given: Any) -> Any:
+        slots = given[list(at).index("kv_indices")]
+        return real(*[torch.where(slots < 0, 0, slots) if x is slots else x for x in given])
+
+    monkeypatch.setattr(adapter.module, name, careless)
+    assert outcome("skip") == FAILED

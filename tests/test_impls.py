@@ -201,13 +201,14 @@ def test_ours_are_named_only_and_absent_here() -> None:
     """The adapters: never by themselves; each says what would bring it."""
     for backend, impls in (("cuda", ("flashinfer", "fa3")), ("ascend", ("fused",))):
         entry = live.current().entries[backend]
-        found = {i.name: i for i in entry.impls("decode_attention") if i.named}
-        assert set(found) == set(impls)
-        for impl in found.values():
-            assert impl.priority < 0
-            assert impl.lanes == ("device",)
-            assert not impl.graph_safe
-            assert impl.note == "adapter: not run on a device"
+        for op in ("decode_attention", "extend_attention"):
+            found = {i.name: i for i in entry.impls(op) if i.named}
+            assert set(found) == (set(impls) if (backend, op) != ("ascend", "extend_attention") else set())
+            for impl in found.values():
+                assert impl.priority < 0
+                assert impl.lanes == ("device",)
+                assert not impl.graph_safe
+                assert impl.note == "adapter: not run on a device"
     from hal.registry._discover import examined
 
     needs = {i.name: i for i in live.current().entries["cuda"].impls("decode_attention")}

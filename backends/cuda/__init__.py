@@ -15,14 +15,15 @@ def _adapter(op: str, name: str, requires: str, install: str = "", probe: str | 
 
 
 _ADAPTERS = {
-    "decode_attention": (
-        _adapter("decode_attention", "flashinfer", "flashinfer-python>=0.6"),
+    op: (
+        _adapter(op, "flashinfer", "flashinfer-python>=0.6"),
         _adapter(
-            "decode_attention", "fa3", "flash-attn-3>=3.0.0",
+            op, "fa3", "flash-attn-3>=3.0.0",
             install="git clone https://github.com/Dao-AILab/flash-attention; pip install ./flash-attention/hopper",
             probe=f"{_HERE}.decode_attention_fa3:probe",
         ),
-    ),
+    )
+    for op in ("decode_attention", "extend_attention")
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def decode_attention(
     # One query, the last: it sees every key that is listed. A window is of positions, which `listed` has applied.
     found, sums, *_ = flash_attn_with_kvcache(
         q.unsqueeze(1), as_pages(k_cache), as_pages(v_cache), cache_seqlens=keys.keys.to(torch.int32),
-        page_table=table, softmax_scale=float(scale), causal=True, window_size=(-1, -1), softcap=float(logit_cap),
+        page_table=table, softmax_scale=float(scale), causal=True, window_size=(-1, -1),
         return_softmax_lse=True,
     )  # fmt: skip
     out.copy_(found.squeeze(1))

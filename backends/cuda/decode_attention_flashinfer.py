@@ -1,8 +1,8 @@
 """decode_attention by FlashInfer: an adapter, taken where it is named (``decode_attention=cuda/flashinfer``).
 
 FlashInfer plans on the host: the listing is made well-formed (a page a slot, none that is not there) and its lengths
-are read, one synchronisation a call. Tests prove what is asked of FlashInfer, by a stand-in; this project has not run
-it on a device.
+are read, one synchronisation a call. Its kernels on tensor cores sum weights that are rounded to q's dtype, so a
+log-sum-exp is asked of the others, which take some numbers of query heads a key/value head.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import launch
+from hal.backends.cuda import _flashinfer
 from hal.backends.cuda._adapter import as_pages, nothing_seen, refused, slots_of
 from hal.paging import listed
 
-WORKSPACE = 128 << 20
-"""Bytes of scratch a device and stream, as FlashInfer's documentation advises."""
-
-_wrappers: dict[tuple[torch.device, int], Any] = {}
-
-
-def _wrapper(device: torch.device) -> Any:
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-    key = (device, launch._stream(device.index) if device.type == "cuda" else 0)
-    if key not in _wrappers:
-        scratch = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        # Its tensor-core kernels take any number of query heads a key/value head; the others do not.
-        _wrappers[key] = BatchDecodeWithPagedKVCacheWrapper(scratch, "NHD", use_tensor_cores=True)
-    return _wrappers[key]
+GROUPS = (1, 2, 3, 4, 8)
+"""Query heads a key/value head that its kernels without tensor cores take."""
 
 
 def decode_attention(
@@ -52,21 +39,31 @@ def decode_attention(
     (bs, q_heads, dim), kv_heads = q.shape, k_cache.shape[-2]
     if out is None:
         out = torch.empty(bs, q_heads, dim, dtype=q.dtype, device=q.device)
-    keys = listed(kv_indptr, kv_indices, slots_of(k_cache), sliding_window)
-    if not sum(keys.lengths):
-        nothing_seen(out, lse, keys.keys)
-        return out
-    lengths = torch.tensor(keys.lengths, dtype=torch.int32)
-    indptr = torch.zeros(bs + 1, dtype=torch.int32)
-    indptr[1:] = lengths.cumsum(0)
-    wrapper = _wrapper(q.device)
-    # A window is of positions, which `listed` has applied already.
-    wrapper.plan(
-        indptr, keys.slots, lengths.clamp(max=1), q_heads, kv_heads, dim, 1, window_left=-1,
-        logits_soft_cap=float(logit_cap), q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=float(scale),
-    )  # fmt: skip
-    caches = (as_pages(k_cache), as_pages(v_cache))
-    wrapper.run(q, caches, out=out, lse=lse, return_lse=lse is not None)
+    group = q_heads // kv_heads
+    # Without tensor cores the time grows with the group.
+    tensor_cores = group not in GROUPS or (lse is None and group >= 4)
+    with _flashinfer.held(
+        "BatchDecodeWithPagedKVCacheWrapper",
+        q.device,
+        group,
+        dim,
+        use_tensor_cores=tensor_cores,
+        backend="fa2",
+    ) as wrapper:
+        keys = listed(kv_indptr, kv_indices, slots_of(k_cache), sliding_window)
+        if not sum(keys.lengths):
+            nothing_seen(out, lse, keys.keys)
+            return out
+        lengths = torch.tensor(keys.lengths, dtype=torch.int32)
+        indptr = torch.zeros(bs + 1, dtype=torch.int32)
+        indptr[1:] = lengths.cumsum(0)
+        # A window is of positions, which `listed` has applied already.
+        wrapper.plan(
+            indptr, keys.slots, lengths.clamp(max=1), q_heads, kv_heads, dim, 1, window_left=-1,
+            q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=float(scale),
+        )  # fmt: skip
+        caches = (as_pages(k_cache), as_pages(v_cache))
+        wrapper.run(q, caches, out=out, lse=lse, return_lse=lse is not None)
     if lse is not None:
         lse *= math.log(2.0)  # FlashInfer's is to the base 2
     nothing_seen(out, lse, keys.keys)
@@ -74,4 +71,8 @@ def decode_attention(
 
 
 def supports(sig: Any) -> str | None:
-    return refused(sig, "FlashInfer", (64, 128, 256))
+    why = refused(sig, "FlashInfer", (64, 128, 256))
+    if why is None and sig["lse"] is not None and sig.dims["q_heads"] // sig.dims["kv_heads"] not in GROUPS:
+        shown = ", ".join(map(str, GROUPS))
+        return f"adapter: FlashInfer has an exact log-sum-exp for {shown} query heads a key/value head"
+    return why
