@@ -327,7 +327,7 @@ def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[...
     source = _sources(spec)
     # Without `backend` nothing may follow the star.
     source.update(params=source["params"].removesuffix("*, "), full=str(full))
-    namespace = {
+    namespace: dict[str, Any] = {
         "__name__": "hal",
         "_seen": seen,
         "_first": first,
