@@ -171,7 +171,7 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
 
 
 def _declined(op: str, args: Mapping[str, Any], backend: str) -> str:
-    """What the backend said beforehand if it does not do this; "" of one that breaks, which says nothing of the kind."""
+    """What the backend says beforehand if it does not do this; "" where it only breaks."""
     import hal
 
     told = hal.explain(op, backend=backend, **args)

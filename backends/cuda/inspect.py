@@ -16,6 +16,8 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -183,7 +185,7 @@ def inspect(
 def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
     # The longest first; rows come out by op and architecture all the same.
     work = sorted(((o, a) for o in names for a in arches), key=lambda w: "attention" not in w[0])
-    with ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    with _pool(jobs or os.cpu_count()) as pool:
         rows = [r for part in pool.map(_rows, *zip(*work, strict=True)) for r in part]
     rows.sort(key=lambda r: (names.index(r.op), r.arch))
     return [
@@ -194,6 +196,24 @@ def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) ->
         }
         for r in rows
     ]  # fmt: skip
+
+
+def _pool(jobs: int | None) -> ProcessPoolExecutor:
+    """Processes that compile, none of which outlives this one."""
+    return ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    )
+
+
+def _end_with(parent: int) -> None:
+    """A worker must look for itself: the pipe that it waits at has its other end in its siblings too, and stays open."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hal-inspect-parent", daemon=True).start()
 
 
 def _rows(name: str, arch: int) -> list[Row]:
