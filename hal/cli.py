@@ -262,7 +262,9 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="A PNG for the roofline; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="The roofline: a PNG (cpu; needs matplotlib) or an SVG (cuda).")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
     quick: Annotated[
         bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")

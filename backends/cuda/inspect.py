@@ -206,7 +206,7 @@ def _pool(jobs: int | None) -> ProcessPoolExecutor:
 
 
 def _end_with(parent: int) -> None:
-    """A worker must look for itself: the pipe that it waits at has its other end in its siblings too, and stays open."""
+    """A worker must look for itself: the pipe it waits at has its other end in its siblings too, and stays open."""
 
     def watch() -> None:
         while os.getppid() == parent:
