@@ -130,16 +130,21 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 def calls(op: str, sample: Any, arch: int = 90) -> list[Call]:
     """The launches of one sample of the contract."""
     spec = ops.spec(op)
-    launcher: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
     values = spec.make(**sample.params)
     import inspect
 
     parameters = inspect.signature(spec.reference).parameters.values()
     with recorded(arch) as found:
-        launcher(
+        launcher(op)(
             *(values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY),
             **{p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY},
         )
+    return found
+
+
+def launcher(op: str) -> Callable[..., Any]:
+    """The backend's own function of an op."""
+    found: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
     return found
 
 

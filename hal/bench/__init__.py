@@ -70,6 +70,10 @@ def main(
 
 def run_of(device: str, tables: dict[str, Callable[..., list[Row]]], quick: bool) -> Row:
     """The rows of all tables with what they were measured on; ``broken``: table -> why it has none."""
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise HalError(f"hal: bench: no CUDA device (torch {torch.__version__})")
     rows: list[Row] = []
     broken: dict[str, str] = {}
     for name, table in tables.items():

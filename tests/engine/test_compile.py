@@ -43,6 +43,43 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
         assert row.spills == 0, row
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_warmup_leaves_nothing_to_compile(op: str) -> None:
+    """Every kernel that a sample starts is one that the warm-up of its form has started."""
+    from hal.backends.cuda import inspect, warmup
+    from hal.ops import spec
+
+    launcher = inspect.launcher(op)
+
+    def started(calls: list[inspect.Call]) -> set[str]:
+        return {
+            str(
+                (
+                    bound.kernel.name,
+                    sorted(bound.static.items(), key=str),
+                    bound._keys[bound._pattern(args)](*args),
+                )
+            )
+            for bound, args in calls
+        }
+
+    seen = 0
+    for sample in spec(op).samples:
+        if sample.large:
+            continue
+        args = spec(op).make(**sample.params)
+        with inspect.recorded() as found:
+            for call in warmup.calls(op, args):
+                launcher(**call)
+            warm = started(found)
+        with inspect.recorded() as found:
+            launcher(**args)
+            usual = started(found)
+        assert usual <= warm, sample.name
+        seen += bool(usual)
+    assert seen > 3
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_workers_end_with_a_parent_that_is_killed() -> None:
     """One in the middle of its work, one that waits for some."""
