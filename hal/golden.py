@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal._errors import HalError
+from hal._errors import HalError, NoBackendError, SelectionError
 from hal.kvpool import KVPool
 from hal.ops import spec
 from hal.ops._judge import Want, right_any, same_bits
@@ -70,8 +71,10 @@ class Outcome:
         case: the sample's.
         passed: every element is one that the op's contract allows, and of what is exact (integers, moved
             bytes, all that the contract does not name) every bit is the recorded one.
-        detail: what differs; else empty.
+        detail: what differs, or why it did not run; else empty.
         same: the share of elements whose bits are the recorded ones. Floats may differ in the last place.
+        ran: False where the backend does not have the op, refuses the case or is not there: neither passed nor
+            failed.
     """
 
     op: str
@@ -79,6 +82,7 @@ class Outcome:
     passed: bool
     detail: str
     same: float
+    ran: bool = True
 
 
 def record(folder: Path, backend: str, device: str) -> list[Path]:
@@ -131,6 +135,7 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
 
     Raises:
         HalError: there are no files, or they are of another format.
+        SelectionError: there is no such backend.
     """
     import hal
 
@@ -150,11 +155,47 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
                 placed = {n: _to(v, device) for n, v in args.items()}
                 result = getattr(hal, contract.name)(**placed, backend=backend)
                 outputs = _outputs(want, placed, result)
+            except SelectionError:
+                raise
+            except NoBackendError as e:
+                why = _declined(contract.name, placed, backend)
+                outcomes.append(
+                    Outcome(contract.name, name, False, why or f"{type(e).__name__}: {e}", 0.0, ran=not why)
+                )
+                continue
             except Exception as e:
                 outcomes.append(Outcome(contract.name, name, False, f"{type(e).__name__}: {e}", 0.0))
                 continue
             outcomes.append(_compare(contract.name, name, want, outputs, case["outputs"]))
     return outcomes
+
+
+def _declined(op: str, args: Mapping[str, Any], backend: str) -> str:
+    """What the backend says beforehand if it does not do this; "" where it only breaks."""
+    import hal
+
+    told = hal.explain(op, backend=backend, **args)
+    own = [v for v in told.verdicts if v.name.partition("/")[0] == backend.partition("/")[0]]
+    if any(
+        v.state not in ("unimplemented", "rejected", "absent", "unavailable", "incompatible") for v in own
+    ):
+        return ""
+    return "; ".join(f"{v.state}: {v.reason}".removesuffix(": ") for v in own)
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """0 where all that ran passed, 1 where something failed, 3 where nothing ran."""
+    ran = [o for o in outcomes if o.ran]
+    return 3 if not ran else int(not all(o.passed for o in ran))
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The counts; what did not run is never among those that passed."""
+    ran = sum(o.ran for o in outcomes)
+    text = f"{sum(o.passed for o in outcomes)} passed / {ran} replayed"
+    return (
+        text if ran == len(outcomes) else f"{text} / {len(outcomes)} recorded: {len(outcomes) - ran} not run"
+    )
 
 
 def _compare(
@@ -299,7 +340,11 @@ def _made(backend: str, device: str) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``python -m hal.golden record|replay FOLDER --backend NAME --device TYPE``; 1 where a case fails."""
+    """``python -m hal.golden record|replay FOLDER --backend NAME --device TYPE``.
+
+    Returns:
+        0 ok, 1 a case failed, 2 a wrong option, 3 nothing ran.
+    """
     parser = argparse.ArgumentParser(prog="python -m hal.golden", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("record", "replay"))
     parser.add_argument("folder", type=Path)
@@ -307,6 +352,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     given = parser.parse_args(argv)
+    try:
+        return _run(given)
+    except HalError as e:
+        print(e, file=sys.stderr)
+        return 2 if isinstance(e, SelectionError) else 1
+
+
+def _run(given: argparse.Namespace) -> int:
     if given.what == "record":
         for path in record(given.folder, given.backend, given.device):
             print(f"{path}  {path.stat().st_size} bytes")
@@ -317,10 +370,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         for o in outcomes:
             print(
-                f"{'pass' if o.passed else 'FAIL'}  {o.op:26}{o.case:36}{o.same:7.2%} same bits  {o.detail}"
+                f"{'pass' if o.passed else 'FAIL' if o.ran else '----'}  {o.op:26}{o.case:36}"
+                f"{o.same:7.2%} same bits  {o.detail}"
             )
-        print(f"{sum(o.passed for o in outcomes)} passed / {len(outcomes)} replayed")
-    return int(not all(o.passed for o in outcomes))
+        print(summary(outcomes))
+    return exit_code(outcomes)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,20 @@ def {name}({params}backend=None):
             pass
     if _run is None:
         return _first({arguments}, backend)
-    if _table.checks and ({recheck}):
-        _again(_table, {arguments})
+    if _table.checks and ({sizes} or _table.checks == 2):
+        _again(_table.checks == 2, {arguments})
+    return _run({call})
+"""
+_CHECKED = """
+def {name}({params}):
+    try:
+        _known = (_kind := {key}) in _seen
+    except Exception:
+        _kind = _known = None
+    if not _known:
+        _first(_kind, {arguments})
+    elif {full} or {sizes}:
+        _again({full}, {arguments})
     return _run({call})
 """
 _KEY = """
@@ -61,13 +73,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
     if op in _made and _made[op][0] is spec:
         return _made[op][1]
     names = list(spec.args)
-    params = parameters(spec)
-    sizes = spec.sizes_source()
-    recheck = "True" if spec.check_sizes else f"{sizes} or _table.checks == 2"
-    call = ", ".join(
-        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
-        for p in spec.signature.parameters.values()
-    )
+    source = _sources(spec)
     namespace: dict[str, Any] = {
         "__name__": "hal",
         "_live": live,
@@ -75,33 +81,15 @@ def dispatcher(op: str) -> Callable[..., Any]:
         **KEY_NAMES,
     }
     # Two steps: `_first` needs the key function, and the dispatched function needs `_first`.
-    exec(_KEY.format(params=params, key=spec.key_source()), namespace)
+    exec(_KEY.format_map(source), namespace)
     key = namespace["_key"]
 
     def first(*args: Any) -> Any:
         *values, backend = args
         return _first(spec, dict(zip(names, values, strict=True)), backend, key)
 
-    def again(table: Table, *values: Any) -> None:
-        if sizes_differ(*values):
-            spec.check_call(dict(zip(names, values, strict=True)))
-        elif spec.check_sizes is not None:
-            spec.check_sizes(*values)
-        if table.checks == 2:
-            _check_values(spec, dict(zip(names, values, strict=True)))
-
-    exec(f"def _sizes_differ({', '.join(names)}): return {sizes}", namespace)
-    sizes_differ = namespace["_sizes_differ"]
-    namespace.update(_first=first, _again=again)
-    source = _TEMPLATE.format(
-        name=spec.name,
-        params=params,
-        key=spec.key_source(),
-        arguments=", ".join(names),
-        recheck=recheck,
-        call=call,
-    )
-    exec(compile(source, f"<hal dispatch of {spec.name}>", "exec"), namespace)
+    namespace.update(_first=first, _again=_again(spec))
+    exec(compile(_TEMPLATE.format_map(source), f"<hal dispatch of {spec.name}>", "exec"), namespace)
     fn: Callable[..., Any] = namespace[spec.name]
     fn.__doc__ = spec.doc
     fn.__module__ = "hal"
@@ -111,6 +99,39 @@ def dispatcher(op: str) -> Callable[..., Any]:
     fn.__signature__ = spec.signature.replace(parameters=[*spec.signature.parameters.values(), extra])  # type: ignore[attr-defined]
     _made[op] = spec, fn
     return fn
+
+
+def _sources(spec: OpSpec) -> dict[str, str]:
+    """What the templates are filled with. ``sizes``: whether a call of a known kind must be checked again."""
+    return {
+        "name": spec.name,
+        "params": parameters(spec),
+        "key": spec.key_source(),
+        "arguments": ", ".join(spec.args),
+        "sizes": "True" if spec.check_sizes else spec.sizes_source(),
+        "call": ", ".join(
+            f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
+            for p in spec.signature.parameters.values()
+        ),
+    }
+
+
+def _again(spec: OpSpec) -> Callable[..., None]:
+    """The checks that the key of a call does not settle: ``again(full, *values)``."""
+    names = list(spec.args)
+    namespace: dict[str, Any] = {}
+    exec(f"def _sizes_differ({', '.join(names)}): return {spec.sizes_source()}", namespace)
+    sizes_differ = namespace["_sizes_differ"]
+
+    def again(full: bool, *values: Any) -> None:
+        if sizes_differ(*values):
+            spec.check_call(dict(zip(names, values, strict=True)))
+        elif spec.check_sizes is not None:
+            spec.check_sizes(*values)
+        if full:
+            _check_values(spec, dict(zip(names, values, strict=True)))
+
+    return again
 
 
 def parameters(spec: OpSpec) -> str:
@@ -291,16 +312,34 @@ def _bind_by_device(
 
 
 def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        values = spec.bind(*args, **kwargs)
-        spec.check_call(values)
-        if checks == "full":
-            _check_values(spec, values)
-        return run(**values)
+    """`run` behind the contract's checks: whole for a call of a new kind, else those that the dispatcher repeats."""
+    names, full = list(spec.args), checks == "full"
+    seen: set[Any] = set()
 
-    checked.__name__, checked.__doc__ = spec.name, spec.doc
-    checked.__signature__ = spec.signature  # type: ignore[attr-defined]
-    return checked
+    def first(kind: Any, *args: Any) -> None:
+        values = dict(zip(names, args, strict=True))
+        spec.check_call(values)
+        if full:
+            _check_values(spec, values)
+        if kind is not None:
+            seen.add(kind)
+
+    source = _sources(spec)
+    # Without `backend` nothing may follow the star.
+    source.update(params=source["params"].removesuffix("*, "), full=str(full))
+    namespace: dict[str, Any] = {
+        "__name__": "hal",
+        "_seen": seen,
+        "_first": first,
+        "_again": _again(spec),
+        "_run": run,
+        **KEY_NAMES,
+    }
+    exec(compile(_CHECKED.format_map(source), f"<hal checks of {spec.name}>", "exec"), namespace)
+    fn: Callable[..., Any] = namespace[spec.name]
+    fn.__doc__ = spec.doc
+    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
+    return fn
 
 
 def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:

@@ -21,6 +21,7 @@ from hal.ops import BUILTIN, spec
 from hal.ops._judge import Candidate, Want, headroom, right, right_any, rounded, same_bits
 from hal.ops._make import FLOAT_DTYPES, floats, generator, odd_indices
 from hal.ops._spec import (
+    FLOATS,
     INDEX,
     KEY_NAMES,
     ErrorSample,
@@ -148,16 +149,34 @@ def test_refusal(pair: tuple[OpSpec, ErrorSample], way: str) -> None:
     assert all(map(torch.equal, before, storages(args)))
 
 
+@pytest.mark.parametrize("way", ["dispatched", "bound"])
 @pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)
-def test_refused_after_a_good_call_of_the_same_kind(op: OpSpec) -> None:
+def test_refused_after_a_good_call_of_the_same_kind(op: OpSpec, way: str) -> None:
     """Sizes that disagree are no part of the key, so the cached path has to see them."""
     hal.configure(backend="reference")
-    call = getattr(hal, op.name)
+    space = hal if way == "dispatched" else hal.bind("cpu", backend="reference", checks="args")
+    call = getattr(space, op.name)
     for error in op.errors:
-        good = op.make()
-        call(**good)
-        with pytest.raises(hal.ArgumentError):
-            call(**error.make())
+        call(**op.make())
+        for _ in range(2):  # what was refused is not known the next time
+            with pytest.raises(hal.ArgumentError) as caught:
+                call(**error.make())
+            assert caught.value.argument == error.argument
+
+
+@pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)
+def test_bound_checks_go_by_the_key(op: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a known kind is not checked whole again: that is what made it nine times a dispatched call."""
+    call = getattr(hal.bind("cpu", backend="reference", checks="args"), op.name)
+    call(**op.make())
+    whole: list[str] = []
+    monkeypatch.setattr(OpSpec, "check_call", lambda self, values: whole.append(self.name))
+    call(**op.make(seed=1))
+    assert not whole or op.sizes_source() == "True"
+    floats = [a for a in op.args.values() if isinstance(a, TensorArg) and a.dtypes == FLOATS]
+    if floats:
+        call(**op.make(dtype="fp16"))
+        assert whole, "another kind"
 
 
 @pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)
@@ -172,8 +191,11 @@ def test_values_are_checked_only_when_asked(op: OpSpec) -> None:
     for _ in range(2):  # of a new kind, and of a known one
         with pytest.raises(hal.ArgumentError, match="values in"):
             call(**odd)
-    with pytest.raises(hal.ArgumentError, match="values in"):
-        getattr(hal.bind("cpu", backend="reference", checks="full"), op.name)(**odd)
+    bound = getattr(hal.bind("cpu", backend="reference", checks="full"), op.name)
+    bound(**op.make())
+    for _ in range(2):
+        with pytest.raises(hal.ArgumentError, match="values in"):
+            bound(**odd)
     assert all(map(torch.equal, before, storages(odd)))
     hal.configure(checks="args")
     call(**odd)

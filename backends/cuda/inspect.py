@@ -16,6 +16,8 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -128,16 +130,21 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 def calls(op: str, sample: Any, arch: int = 90) -> list[Call]:
     """The launches of one sample of the contract."""
     spec = ops.spec(op)
-    launcher: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
     values = spec.make(**sample.params)
     import inspect
 
     parameters = inspect.signature(spec.reference).parameters.values()
     with recorded(arch) as found:
-        launcher(
+        launcher(op)(
             *(values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY),
             **{p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY},
         )
+    return found
+
+
+def launcher(op: str) -> Callable[..., Any]:
+    """The backend's own function of an op."""
+    found: Callable[..., Any] = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
     return found
 
 
@@ -183,7 +190,7 @@ def inspect(
 def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
     # The longest first; rows come out by op and architecture all the same.
     work = sorted(((o, a) for o in names for a in arches), key=lambda w: "attention" not in w[0])
-    with ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    with _pool(jobs or os.cpu_count()) as pool:
         rows = [r for part in pool.map(_rows, *zip(*work, strict=True)) for r in part]
     rows.sort(key=lambda r: (names.index(r.op), r.arch))
     return [
@@ -194,6 +201,24 @@ def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) ->
         }
         for r in rows
     ]  # fmt: skip
+
+
+def _pool(jobs: int | None) -> ProcessPoolExecutor:
+    """Processes that compile, none of which outlives this one."""
+    return ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    )
+
+
+def _end_with(parent: int) -> None:
+    """A worker must look for itself: the pipe it waits at has its other end in its siblings too, and stays open."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hal-inspect-parent", daemon=True).start()
 
 
 def _rows(name: str, arch: int) -> list[Row]:

@@ -4,13 +4,45 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+from hal.backends.cuda._device import multiprocessors
+from hal.kvpool import KVPool
+
+CORE = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+_TABLE = {"bs": 1, "requests": 1, "width": 8192}
+_CACHE = {"kv_heads": 8, "head_dim": 128, "slots": 16}
+_MLA = {"n": 1, "lora_dim": 512, "rope_dim": 64, "slots": 16}
+FORMS: dict[str, dict[str, Any]] = {
+    "write_req_to_token": _TABLE,
+    "compute_positions": {"bs": 1},
+    "build_kv_indices": _TABLE,
+    "build_page_table": {**_TABLE, "pages": 1},
+    "alloc_extend": {"bs": 1, "page_size": 16},
+    "alloc_decode": {"bs": 1, "page_size": 16},
+    "kv_write": {"n": 1, **_CACHE},
+    "mla_kv_write": _MLA,
+    "mla_rope_kv_write": {**_MLA, "q_heads": 16, "max_positions": 1, "interleaved": True},
+    "qk_norm_rope_kv_write": {"n": 1, **_CACHE, "q_heads": 32, "max_positions": 1},
+    "kv_move": {
+        "n": 1,
+        "num_layers": 1,
+        "heads": 8,
+        "head_dim": 128,
+        "slots": 2,
+        "page": 1,
+        "order": "random",
+    },
+    "decode_attention": {**_CACHE, "q_heads": 32, "bs": 1, "longest": 1},
+    "extend_attention": {**_CACHE, "q_heads": 32, "bs": 1},
+}
+"""Op -> what its contract makes an example of where none is given: Llama-3-8B's heads, DeepSeek's latent rows."""
+OPS = (*CORE, *FORMS)
 
 
 def device() -> str | None:
@@ -45,8 +77,8 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
         ops: names; others are ignored.
         device: a CUDA device; None is the current one.
         options: ``like={op: args}``: example arguments of ops, whose forms are compiled without changing the
-            tensors (a dict of arguments by name, or a tuple of positional ones). Ops without an example are
-            compiled for int64 indices; rope_kv_write for Llama-3-8B's heads in bf16.
+            tensors (a dict of arguments by name, or a tuple of positional ones). The core ops without an example are
+            compiled for int64 indices, rope_kv_write for Llama-3-8B's heads in bf16; the others for `FORMS`.
     """
     from hal import ops as contracts
     from hal.launch import lane
@@ -63,8 +95,88 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
                 given = like.get(op)
                 bind = contracts.spec(op).bind
                 args = None if given is None else bind(**given) if isinstance(given, dict) else bind(*given)
-                globals()[f"_{op}"](where, args)
+                if op in CORE:
+                    globals()[f"_{op}"](where, args)
+                    continue
+                launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
+                for call in calls(op, args or example(op, where)):
+                    launcher(**call)
         torch.cuda.synchronize()
+
+
+def example(op: str, where: torch.device) -> dict[str, Any]:
+    """Arguments of an op beyond the core, of the form in `FORMS`."""
+    from hal import ops as contracts
+
+    made = contracts.spec(op).make(**FORMS[op])
+    for name, value in made.items():
+        if isinstance(value, torch.Tensor):
+            made[name] = value.to(where)
+        elif isinstance(value, KVPool):
+            halves = [x.to(where) if isinstance(x, torch.Tensor) else None for x in (value.k, value.v)]
+            assert halves[0] is not None
+            made[name] = KVPool(halves[0], halves[1], layout=value.layout, page_size=value.page_size)
+    return made
+
+
+def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
+    """Calls that start every kernel which calls of the form of `args` may start, and change none of its tensors:
+    no token has a slot or a position, no request a length; what is written all the same is written elsewhere."""
+    given = {name for name, value in args.items() if value is not None}
+
+    def all_of(value: int, count: int, *names: str) -> dict[str, torch.Tensor]:
+        return {
+            n: torch.full((count,), value, dtype=args[n].dtype, device=args[n].device)
+            for n in names
+            if n in given
+        }
+
+    def first(*names: str) -> dict[str, torch.Tensor]:
+        return {n: args[n][:1] for n in names if n in given}
+
+    def elsewhere(*names: str) -> dict[str, torch.Tensor]:
+        """One row of its own, with the strides of the given one."""
+        return {
+            n: args[n].new_empty_strided((1, *args[n].shape[1:]), args[n].stride())
+            for n in names
+            if n in given
+        }
+
+    new: dict[str, Any] = {}
+    if op.endswith("kv_write"):
+        new |= first("q", "k", "v", "q_rope", "k_rope", "kv_lora") | all_of(-1, 1, "positions", "slots")
+    elif op == "kv_move":
+        if not args["src_slots"].shape[0]:
+            return []  # its workspace may have no room for even one row
+        new |= all_of(-1, 1, "src_slots", "dst_slots")
+    elif op.endswith("attention"):
+        new |= first("q") | all_of(0, 2, "qo_indptr", "kv_indptr") | elsewhere("out", "lse")
+    elif op == "build_page_table":
+        new |= all_of(0, 1, "req_pool_indices", "kv_lens") | elsewhere("out")
+    if new:
+        return [{**args, **new}]
+    # For few requests, and for many.
+    index = next(a for a in args.values() if isinstance(a, torch.Tensor)).get_device()
+    sizes = (1, 4 * multiprocessors(index) + 1)
+    lens = (
+        "req_pool_indices",
+        "start_offsets",
+        "end_offsets",
+        "prefix_lens",
+        "seq_lens",
+        "kv_lens",
+        "last_loc",
+        "kv_start",
+    )
+    return [
+        {
+            **args,
+            **all_of(0, bs, *lens),
+            **all_of(0, bs + 1, "indptr", "kv_indptr"),
+            **all_of(0, bs if op == "alloc_decode" else 1, "out", "src"),
+        }
+        for bs in sizes
+    ]
 
 
 def _get_last_loc(where: torch.device, args: dict[str, Any] | None) -> None:

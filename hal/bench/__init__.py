@@ -3,16 +3,19 @@
 A table is a list of rows. A row has ``op``, the fields that name its case, and measures: dicts implementation ->
 number, under names that end in ``_us`` (less is better) or ``_gbs`` (more is better). ``ratios``, where the
 row has them, say how many times faster ``hal`` was than each other implementation, best call against best
-call; else they are those of the measures. Every output is checked before it is timed.
+call; else they are those of the measures. ``failed``, where a row has it: implementation -> why it was not timed. Every
+output is checked before it is timed.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json as _json
 import os
 import platform
 import subprocess
+import traceback
 from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
@@ -39,20 +42,17 @@ def main(
         op: one of the device's tables (an op, ``dispatch``, ``launcher``); None for all.
         device: ``cpu`` or ``cuda``.
         json: print the run as JSON instead of tables.
-        plot: a PNG file for the roofline of rope_kv_write; needs matplotlib.
+        plot: a file for the roofline: of rope_kv_write on a CPU a PNG, which needs matplotlib; on CUDA an SVG.
         save: a folder for the run's JSON, named by device, date and commit.
         quick: few rounds and sizes, to see that everything runs: no numbers to quote.
 
     Returns:
-        0, or 3 if there was nothing to measure.
+        0; 1 where ours was wrong or a table broke, which keeps no other from running; 3 if nothing was measured.
     """
     tables = _tables(device)
     if op is not None and op not in tables:
         raise HalError(f"hal: bench: no table {op!r} for {device}; there are {', '.join(tables) or 'none'}")
-    rows: list[Row] = []
-    for name in [op] if op else tables:
-        rows += tables[name](quick=quick) if device == "cpu" else tables[name]()
-    run: dict[str, Any] = {"machine": machine(device), "quick": quick, "rows": rows}
+    run = run_of(device, {name: tables[name] for name in ([op] if op else tables)}, quick)
     if json:
         print(_json.dumps(run, indent=1))
     else:
@@ -64,10 +64,56 @@ def main(
         file = folder / f"{device}-{op or 'all'}-{about['date'][:10]}-{about['commit'][:8] or 'nogit'}.json"
         file.write_text(_json.dumps(run, indent=1) + "\n")
     if plot:
+        draw(run, plot)
+    return exit_code(run)
+
+
+def run_of(device: str, tables: dict[str, Callable[..., list[Row]]], quick: bool) -> Row:
+    """The rows of all tables with what they were measured on; ``broken``: table -> why it has none."""
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise HalError(f"hal: bench: no CUDA device (torch {torch.__version__})")
+    rows: list[Row] = []
+    broken: dict[str, str] = {}
+    for name, table in tables.items():
+        try:
+            rows += table(**({"quick": quick} if "quick" in inspect.signature(table).parameters else {}))
+        except Exception as e:
+            traceback.print_exc()
+            broken[name] = f"{type(e).__name__}: {e}"
+    run = {"machine": machine(device), "quick": quick, "rows": rows}
+    return {**run, "broken": broken} if broken else run
+
+
+def exit_code(run: Row) -> int:
+    """As of `main`."""
+    if run.get("broken") or any(OURS in row.get("failed", ()) for row in run["rows"]):
+        return 1
+    return 0 if run["rows"] else 3
+
+
+def draw(run: Row, file: str) -> None:
+    """The roofline of a run: a PNG of a CPU's, an SVG of a GPU's."""
+    if run["machine"]["device"] == "cpu":
         from hal.bench.plot import roofline
 
-        roofline(run, plot)
-    return 0 if rows else 3
+        roofline(run, file)
+    else:
+        from hal.bench.cuda import plot
+
+        plot(run, file)
+
+
+_CUDA = {
+    "hal.bench.cuda": (
+        "get_last_loc", "assign_extend_cache_locs", "bookkeeping", "rope_kv_write", "kv_transfer", "launcher",
+        "programmatic_launch",
+    ),
+    "hal.bench.cuda_kv": (
+        "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move",
+    ),
+}  # fmt: skip
 
 
 def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
@@ -76,12 +122,8 @@ def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
         raise HalError(
             f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work"
         )
-    module = importlib.import_module(f"hal.bench.{kind}")
-    names = getattr(module, "TABLES", None) or (
-        "get_last_loc", "assign_extend_cache_locs", "bookkeeping", "rope_kv_write", "kv_transfer", "launcher",
-        "programmatic_launch",
-    )  # fmt: skip
-    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+    modules = _CUDA if kind == "cuda" else {"hal.bench.cpu": importlib.import_module("hal.bench.cpu").TABLES}
+    return {n: getattr(importlib.import_module(m), n) for m, names in modules.items() for n in names}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -174,6 +216,12 @@ def show(run: dict[str, Any]) -> None:
             cells += [_ratio(row, measure, i) for i in others]
             table.add_row(*cells)
         console.print(table)
+    for row in run["rows"]:
+        case = " ".join(str(v) for v in row.values() if not isinstance(v, dict))
+        for name, why in row.get("failed", {}).items():
+            console.print(f"{case}: {name} was not timed: {why}", markup=False, highlight=False)
+    for name, why in run.get("broken", {}).items():
+        console.print(f"the table {name} broke: {why}", markup=False, highlight=False)
 
 
 def _unit(measure: str) -> str:

@@ -10,6 +10,7 @@ reference before anything is timed. kv_transfer goes by the wall clock, sync to 
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal._errors import HalError
 from hal.bench import peers
 
 Calls = Mapping[str, Callable[[int], Any]]
@@ -637,37 +639,66 @@ def show(rows: Iterable[Row]) -> str:
 
 
 def plot(data: dict[str, Any], path: str) -> None:
-    """rope_kv_write against the copy ceiling of the same run, as SVG."""
-    rows = [r for r in data["rows"] if r["op"] == "rope_kv_write" and r["model"] == "llama3-8b"]
-    series: dict[str, list[tuple[int, float]]] = {}
-    for r in rows:
-        for name, gbs in r["gbs"].items():
-            series.setdefault(f"{name}, {r['cache']}", []).append((r["tokens"], gbs))
-    top, width, height = data["copy_gbs"] * 1.1, 640, 360
-    import math
+    """GB/s by tokens against the copy ceiling of the same run, as SVG: a panel an op.
+
+    Raises:
+        HalError: the run has no table with GB/s by tokens.
+    """
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    copy = data.get("copy_gbs", 0.0)
+    for r in data["rows"]:
+        at = r.get("tokens", r.get("rows"))
+        gbs = r.get("device_gbs") or (r["gbs"] if r.get("model") == "llama3-8b" else None)
+        for name, value in (gbs or {}).items():
+            if name == "copy":
+                copy = value
+            else:
+                line = ", ".join(x for x in (name, r.get("cache"), r.get("slots")) if x)
+                panels.setdefault(r["op"], {}).setdefault(line, []).append((at, value))
+    if not panels:
+        raise HalError(
+            "hal: bench: --plot needs a table with GB/s by tokens, such as rope_kv_write or kv_write"
+        )
+    width, height = 640, 360
+    where = data.get("device") or data["machine"]["device"]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height * len(panels)}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height * len(panels)}" fill="white"/>',
+    ]
+    for i, (op, series) in enumerate(panels.items()):
+        parts.append(
+            f'<g transform="translate(0 {i * height})"><text x="60" y="18">{op}, {where}: GB/s by tokens</text>'
+        )
+        parts += [*_panel(series, copy, width, height), "</g>"]
+    with open(path, "w") as file:
+        file.write("\n".join([*parts, "</svg>\n"]))
+
+
+def _panel(series: Mapping[str, list[tuple[int, float]]], copy: float, width: int, height: int) -> list[str]:
+    top = 1.1 * max([copy, *(gbs for points in series.values() for _, gbs in points)])
 
     def at(tokens: int, gbs: float) -> str:
         return (
             f"{60 + math.log2(tokens) / 13 * (width - 90):.0f},{height - 40 - gbs / top * (height - 70):.0f}"
         )
 
-    colours = ("#0a6", "#36c", "#c63", "#888")
-    ceiling = at(1, data["copy_gbs"]), at(8192, data["copy_gbs"])
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="60" y="18">rope_kv_write, Llama-3-8B heads, {data["device"]}: GB/s by tokens</text>',
-        f'<polyline points="{ceiling[0]} {ceiling[1]}" stroke="black" stroke-dasharray="4"/>',
-        f'<text x="64" y="{float(ceiling[0].split(",")[1]) - 4:.0f}">device copy {data["copy_gbs"]:.0f} GB/s</text>',
-    ]
+    colours = ("#0a6", "#36c", "#c63", "#888", "#a3a", "#ca0", "#0bd", "#933")
+    parts = []
+    if copy:
+        ceiling = at(1, copy), at(8192, copy)
+        parts = [
+            f'<polyline points="{ceiling[0]} {ceiling[1]}" stroke="black" stroke-dasharray="4"/>',
+            f'<text x="64" y="{float(ceiling[0].split(",")[1]) - 4:.0f}">device copy {copy:.0f} GB/s</text>',
+        ]
     for i, (name, points) in enumerate(series.items()):
-        line = " ".join(at(*p) for p in sorted(points))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[i % 4]}" stroke-width="2"/>')
-        parts.append(f'<text x="70" y="{60 + 14 * i}" fill="{colours[i % 4]}">{name}</text>')
-    parts += [f'<text x="{at(t, 0).split(",")[0]}" y="{height - 22}">{t}</text>' for t in (1, 32, 512, 8192)]
-    with open(path, "w") as file:
-        file.write("\n".join([*parts, "</svg>\n"]))
+        line, colour = " ".join(at(*p) for p in sorted(points)), colours[i % len(colours)]
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="70" y="{60 + 14 * i}" fill="{colour}">{name}</text>')
+    return [
+        *parts,
+        *(f'<text x="{at(t, 0).split(",")[0]}" y="{height - 22}">{t}</text>' for t in (1, 32, 512, 8192)),
+    ]
 
 
 def main() -> None:

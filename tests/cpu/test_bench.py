@@ -84,6 +84,31 @@ def test_measure_tells_fast_from_slow() -> None:
     assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
 
 
+def test_a_table_that_breaks_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(quick: bool) -> list[bench.Row]:
+        raise OSError("lost")
+
+    good = {"op": "an_op", "bs": 8, "host_us": {"peer": 5.0}, "failed": {"other": "wrong rows"}}
+    monkeypatch.setattr(bench, "_tables", lambda device: {"bad": broken, "good": lambda: [good]})
+    assert bench.main() == 1
+    told = capsys.readouterr()
+    assert "the table bad broke: OSError: lost" in told.out
+    assert "an_op 8: other was not timed: wrong rows" in told.out
+    assert "peer" in told.out
+    assert "Traceback" in told.err
+    assert bench.main("good", json=True) == 0
+    good["failed"] = {"hal": "wrong rows"}
+    assert bench.main("good", json=True) == 1
+
+
+def test_plot_of_a_gpu(tmp_path: Path) -> None:
+    row = {"op": "an_op", "tokens": 16, "device_gbs": {"hal": 9.0, "copy": 10.0}}
+    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row]}, str(tmp_path / "a.svg"))
+    assert "an_op, Some GPU: GB/s by tokens" in (tmp_path / "a.svg").read_text()
+
+
 def test_plot(tmp_path: Path) -> None:
     rows = [
         {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from engine.cases import OPS
@@ -36,3 +41,79 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
     assert rows
     for row in rows:
         assert row.spills == 0, row
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_warmup_leaves_nothing_to_compile(op: str) -> None:
+    """Every kernel that a sample starts is one that the warm-up of its form has started."""
+    from hal.backends.cuda import inspect, warmup
+    from hal.ops import spec
+
+    launcher = inspect.launcher(op)
+
+    def started(calls: list[inspect.Call]) -> set[str]:
+        return {
+            str(
+                (
+                    bound.kernel.name,
+                    sorted(bound.static.items(), key=str),
+                    bound._keys[bound._pattern(args)](*args),
+                )
+            )
+            for bound, args in calls
+        }
+
+    seen = 0
+    for sample in spec(op).samples:
+        if sample.large:
+            continue
+        args = spec(op).make(**sample.params)
+        with inspect.recorded() as found:
+            for call in warmup.calls(op, args):
+                launcher(**call)
+            warm = started(found)
+        with inspect.recorded() as found:
+            launcher(**args)
+            usual = started(found)
+        assert usual <= warm, sample.name
+        seen += bool(usual)
+    assert seen > 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    """One in the middle of its work, one that waits for some."""
+    code = """
+import time
+from hal.backends.cuda import inspect
+with inspect._pool(2) as pool:
+    list(pool.map(time.sleep, (0.5, 0.5)))
+    pool.submit(time.sleep, 600)
+    print(*pool._processes, flush=True)
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert len(pids) == 2
+    end = time.monotonic() + 60
+    try:
+        while any(map(_alive, pids)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not any(map(_alive, pids))
+    finally:
+        for pid in filter(_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

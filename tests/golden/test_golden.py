@@ -30,7 +30,15 @@ def test_replays_on_what_recorded_it(recorded: Path) -> None:
     outcomes = golden.replay(recorded, "reference", "cpu")
     assert len(outcomes) == sum(map(len, golden.CHOSEN.values()))
     assert all(o.passed for o in outcomes), [o for o in outcomes if not o.passed]
-    assert {o.same for o in outcomes} == {1.0}
+    assert {o.same for o in outcomes if not equal_slots(o.op, o.case)} == {1.0}
+
+
+def equal_slots(op: str, case: str) -> bool:
+    """Which of several rows a slot gets is nobody's to say: torch's threads race for it."""
+    s = hal.ops.spec(op)
+    params = next(x.params for x in s.samples if x.name == case)
+    want = s.oracle(s.make(seed=2026, **params))
+    return any(len(w.candidates) > 1 for w in golden._parts(want).values())
 
 
 @pytest.mark.parametrize("op", golden.CHOSEN)
@@ -61,6 +69,56 @@ def test_a_wrong_backend_fails(recorded: Path) -> None:
     assert outcomes
     assert not any(o.passed for o in outcomes)
     assert "not what the contract allows" in outcomes[0].detail
+
+
+def test_what_a_backend_does_not_do_is_not_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither passed nor failed; what it does do decides."""
+
+    def refuses(sig: Any) -> str | None:
+        return "no int64" if sig["prefix_lens"].dtype == torch.int64 else None
+
+    reference = hal.ops.spec("get_last_loc").reference
+    hal.register("get_last_loc", backend="golden_half", devices=("cpu",), supports=refuses)(reference)
+    outcomes = golden.replay(recorded, "golden_half", "cpu")
+    declined = [o for o in outcomes if not o.ran]
+    assert {o.detail for o in declined if o.op == "get_last_loc"} == {"rejected: no int64"}
+    assert {o.detail.partition(":")[0] for o in declined if o.op != "get_last_loc"} == {"unimplemented"}
+    assert not any(o.passed for o in declined)
+    ran = [o for o in outcomes if o.ran]
+    assert {o.op for o in ran} == {"get_last_loc"}
+    assert all(o.passed for o in ran)
+    command = ["replay", str(recorded), "--backend", "golden_half", "--device", "cpu"]
+    assert golden.main(command) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"{len(ran)} passed / {len(ran)} replayed / {len(outcomes)} recorded: {len(declined)} not run" in told
+    )
+
+
+def test_exit_codes(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 where something failed, 2 for a name that nobody has, 3 where nothing ran; one that breaks has failed."""
+    spec = hal.ops.spec("kv_write")
+
+    def breaks(sig: Any) -> str | None:
+        raise OSError("lost")
+
+    hal.register("kv_write", backend="golden_breaks", devices=("cpu",), supports=breaks)(spec.reference)
+    hal.register("kv_write", backend="golden_refuses", devices=("cpu",), supports=lambda sig: "never")(
+        spec.reference
+    )
+    hal.register("kv_write", backend="golden_idle", devices=("cpu",))(lambda *args, **kwargs: None)
+    (tmp_path / "kv_write.pt").write_bytes((recorded / "kv_write.pt").read_bytes())
+
+    def replayed(backend: str) -> int:
+        return golden.main(["replay", str(tmp_path), "--backend", backend, "--device", "cpu"])
+
+    assert replayed("golden_breaks") == 1
+    assert "broken" in capsys.readouterr().out
+    assert replayed("golden_refuses") == 3
+    assert "0 passed / 0 replayed / 3 recorded: 3 not run" in capsys.readouterr().out
+    assert replayed("golden_idle") == 1
+    assert replayed("golden_idel") == 2
+    assert "did you mean golden_idle" in capsys.readouterr().err
 
 
 def test_a_wrong_backend_is_not_recorded(tmp_path: Path) -> None:
