@@ -1,4 +1,4 @@
-"""Warm-up through the interpreter: it starts the kernels of every op, and changes nothing of the example."""
+"""Warm-up, interpreted or on a CUDA device: it starts the kernels of every op, and changes nothing of the example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from hal.backends.cuda import hal_backend, warmup
 from hal.kvpool import KVPool
 from hal.ops import spec
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+CUDA = torch.cuda.is_available()
+
+pytestmark = pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
+)
 
 
 def tensors(args: dict[str, Any]) -> list[torch.Tensor]:
@@ -24,7 +28,7 @@ def tensors(args: dict[str, Any]) -> list[torch.Tensor]:
     for value in args.values():
         for x in (value.k, value.v) if isinstance(value, KVPool) else (value,):
             found += [t for t in (x if isinstance(x, tuple) else (x,)) if isinstance(t, torch.Tensor)]
-    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in found]
+    return [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in found]
 
 
 def test_it_knows_every_op() -> None:
@@ -34,11 +38,12 @@ def test_it_knows_every_op() -> None:
 @pytest.mark.parametrize("op", warmup.FORMS)
 def test_nothing_of_the_example_changes(op: str) -> None:
     launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
-    examples = [warmup.example(op, torch.device("cpu"))]
+    examples = [warmup.example(op, torch.device("cuda" if CUDA else "cpu"))]
     samples = [
         s for s in spec(op).samples if not s.large and s.params.get("n") != 0 and s.params.get("bs") != 0
     ]
-    examples += [spec(op).make(**s.params) for s in samples[:: max(1, len(samples) // 8)]]
+    if not CUDA:
+        examples += [spec(op).make(**s.params) for s in samples[:: max(1, len(samples) // 8)]]
     for args in examples:
         before = [t.clone() for t in tensors(args)]
         calls = warmup.calls(op, args)
