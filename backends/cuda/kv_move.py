@@ -17,9 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal._errors import ArgumentError, HalError
-from hal.backends.cuda._copy import TILE_BYTES, WARPS, _strides, upload
+from hal.backends.cuda._copy import _strides, upload
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.kvpool import KVPool, Plane
+
+# Unlike kv_transfer's, these rows never cross a bus that few programs saturate: small tiles, many programs.
+TILE_BYTES = 8192
+WARPS = 8
+PROGRAMS = 64
+"""A multiprocessor's, at most."""
 
 
 @launch.jit(
@@ -122,7 +128,7 @@ def kv_move(
     if not n or not count or not pool.num_slots:
         return
     at, device = workspace.data_ptr(), pool.device
-    most = 4 * multiprocessors(device.index if device.type == "cuda" else -1)
+    most = PROGRAMS * multiprocessors(device.index if device.type == "cuda" else -1)
     for g in _plan(pool, min(16, at & -at) if at else 16):
         room = workspace.shape[0] // (n * g.row_bytes)
         if not room:

@@ -1,13 +1,13 @@
 """The attention tables of ``docs/performance.md``, and all that a device has to say about the two kernels, in one file.
 
     python -m hal.bench.attention check     every sample of both contracts, judged by the oracles
-    python -m hal.bench.attention decode    device and host time, beside FA3 and contiguous SDPA where they are
+    python -m hal.bench.attention decode    device and host time, beside FlashInfer, FA3 and contiguous SDPA
     python -m hal.bench.attention extend
     python -m hal.bench.attention tune      decode and extend by tile, warps, stages, programs a multiprocessor
 
 Each prints rows as JSON, a line each. Outputs are compared with float64, by the bound of the conformance suite, before
-anything is timed. Ours reads random pages of 16 by their slots; FA3 reads the same pages by a page table; SDPA is
-given the same keys contiguously, which no engine has.
+anything is timed. Ours reads random pages of 16 by their slots; FA3 and FlashInfer read the same pages by a page table;
+SDPA is given the same keys contiguously, which no engine has.
 """
 
 from __future__ import annotations
@@ -108,6 +108,47 @@ class Inputs:
             return call
         return None
 
+    def flashinfer(self) -> dict[str, Callable[[], Tensor]]:
+        """Its kernels for this batch, planned beforehand: what the host does for them is not in the times."""
+        try:
+            import flashinfer
+        except ImportError:
+            return {}
+        hq, hk, d = HEADS
+        pages = -(-self.keys // PAGE)
+        indptr = torch.arange(self.bs + 1, dtype=torch.int32) * pages
+        last = torch.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
+        same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        made: dict[str, Callable[[], Tensor]] = {}
+        for backend in ("fa2",) if self.new == 1 else ("fa2", "fa3"):
+            scratch = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+            if self.new == 1:
+                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    scratch, "NHD", use_tensor_cores=True, backend=backend
+                )
+                wrapper.plan(indptr, self.table.view(-1), last, hq, hk, d, PAGE, **same)
+            else:
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend)
+                wrapper.plan(
+                    self.qo_indptr.cpu(),
+                    indptr,
+                    self.table.view(-1),
+                    last,
+                    hq,
+                    hk,
+                    d,
+                    PAGE,
+                    causal=True,
+                    **same,
+                )
+
+            def call(wrapper: Any = wrapper) -> Tensor:
+                found: Tensor = wrapper.run(self.q, (self.k_cache, self.v_cache), out=self.out)
+                return found
+
+            made[f"flashinfer {backend}"] = call
+        return made
+
     def sdpa(self) -> Callable[[], Tensor] | None:
         """None where torch's causal mask, which is aligned to the first key, means something else."""
         if self.new != 1 and self.new != self.keys:
@@ -163,7 +204,8 @@ def _table(op: str, cases: Sequence[tuple[int, int, int]], rounds: int) -> list[
         sets = [Inputs(bs, new, keys, seed=s) for s in range(2)]
         impls: dict[str, list[Callable[[], Tensor]]] = {}
         for x in sets:
-            for name, fn in (("hal", x.ours()), ("fa3", x.fa3()), ("sdpa contiguous", x.sdpa())):
+            peers = {"fa3": x.fa3(), **x.flashinfer(), "sdpa contiguous": x.sdpa()}
+            for name, fn in {"hal": x.ours(), **peers}.items():
                 if fn is not None:
                     impls.setdefault(name, []).append(fn)
         checking = True
