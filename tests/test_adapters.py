@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import hal
+from hal.backends.ascend import _fused
 from hal.backends.cuda import _flashinfer
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import cases_of
@@ -224,41 +225,64 @@ ways: list[str] = []
 
 
 def npu_fused_infer_attention_score(
-    query: Tensor, key: Tensor, value: Tensor, *, atten_mask: None = None, actual_seq_lengths: None = None,
+    query: Tensor, key: Tensor, value: Tensor, *, atten_mask: Tensor | None = None, actual_seq_lengths: None = None,
     actual_seq_lengths_kv: list[int] | None = None, block_table: Tensor | None = None, num_heads: int = 1,
     scale: float = 1.0, pre_tokens: int = 2147483647, next_tokens: int = 2147483647, input_layout: str = "BSH",
     num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0, softmax_lse_flag: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     bs, seqlen, hidden = query.shape
     dim = hidden // num_heads
-    assert (input_layout, seqlen, sparse_mode) == ("BSH", 1, 0)
+    assert input_layout == "BSH"
+    assert bs <= 65536
+    assert num_heads <= 256
     assert query.dtype in HALVES
     assert query.dtype == key.dtype == value.dtype
     assert all(t.is_contiguous() for t in (query, key, value))
+    assert key.shape == value.shape
+    assert isinstance(scale, float)
     assert isinstance(actual_seq_lengths_kv, list)
     assert len(actual_seq_lengths_kv) == bs
     assert min(actual_seq_lengths_kv) >= 1
+    assert max(actual_seq_lengths_kv) <= (262144 if seqlen == 1 else 20971520)
     assert num_heads % num_key_value_heads == 0
+    assert num_heads // num_key_value_heads <= 64
     assert key.shape[-1] == num_key_value_heads * dim
     assert dim % 16 == 0
+    assert dim <= 512
+    causal = sparse_mode == 3
+    if seqlen == 1 or not causal:
+        # For one query the mode is without effect, and a mask of keys would have another shape.
+        assert (sparse_mode, atten_mask) == (0, None)
+    else:
+        assert atten_mask is not None
+        assert atten_mask.dtype in (torch.bool, torch.int8, torch.uint8)
+        assert torch.equal(atten_mask.bool(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     if block_table is None:
         assert key.shape[0] == bs
         assert key.shape[1] >= max(actual_seq_lengths_kv)
         rows = [key, value]
-        ways.append("gathered")
+        # Nothing says that rows past a length are not multiplied by weights of 0.
+        assert not any(r[i, n:].isnan().any() for r in rows for i, n in enumerate(actual_seq_lengths_kv))
+        ways.append(f"{bs} x {seqlen} gathered")
     else:
         assert block_table.dtype == torch.int32
         assert block_size == key.shape[1]
-        assert block_size % 16 == 0
+        assert block_size % (16 if seqlen == 1 else 128) == 0
+        assert block_size <= 512
+        assert key.shape[-1] <= 65535
+        assert key.numel() < 2**31
+        assert block_table.shape[0] == bs
         assert block_table.shape[1] * block_size >= max(actual_seq_lengths_kv)
+        assert sum(-(-n // block_size) for n in actual_seq_lengths_kv) <= key.shape[0]
         assert ((block_table >= 0) & (block_table < key.shape[0])).all()
         rows = [c[block_table.long()].flatten(1, 2) for c in (key, value)]
-        ways.append("paged")
-    out, lse = torch.full_like(query, torch.nan), torch.full((bs, num_heads, 1, 1), torch.nan)
+        ways.append(f"{bs} x {seqlen} paged")
+    out, lse = torch.full_like(query, torch.nan), torch.full((bs, num_heads, seqlen, 1), torch.nan)
     for i, n in enumerate(actual_seq_lengths_kv):
         k, v = (r[i, :n].view(n, num_key_value_heads, dim) for r in rows)
-        found, sums = attend(query[i, 0].view(num_heads, dim), k, v, scale)
-        out[i, 0], lse[i, :, 0, 0] = found.flatten().to(query.dtype), sums.float()
+        for t, first, last in seen_of(0, seqlen, n, causal, -1):
+            found, sums = attend(query[i, t].view(num_heads, dim), k[first:last], v[first:last], scale)
+            out[i, t], lse[i, :, t, 0] = found.flatten().to(query.dtype), sums.float()
     return out, lse if softmax_lse_flag else torch.zeros(1)
 
 
@@ -274,6 +298,7 @@ ADAPTERS: dict[str, tuple[OpSpec, str, str, dict[str, Any]]] = {
     "decode-fused": (DECODE, "ascend.decode_attention_fused", "torch_npu", _FUSED),
     "extend-flashinfer": (EXTEND, "cuda.extend_attention_flashinfer", "flashinfer", _FLASHINFER),
     "extend-fa3": (EXTEND, "cuda.extend_attention_fa3", "flash_attn_interface", _FA3),
+    "extend-fused": (EXTEND, "ascend.extend_attention_fused", "torch_npu", _FUSED),
 }
 
 
@@ -355,6 +380,8 @@ def test_ragged(adapter: Adapter) -> None:
                 "longest": pick([1, 4, 15]), "prefix": pick([-4, 0, 20]), "spare": pick([0, 2]),
                 "causal": pick([True, True, False]),
             }  # fmt: skip
+        if "windows" in (adapter.supports(op.make(**params)) or ""):
+            params["sliding_window"] = -1
         if adapter.supports(op.make(**params)) is None:
             Run(judged, op, Case(op.name, "value", "ragged")).prove(params)
             ran += 1
@@ -444,9 +471,121 @@ def test_whole_pages_go_by_block_table(adapter: Adapter, odd: bool, way: str) ->
     wants = DECODE.oracle(arguments)
     ways.clear()
     found = adapter.fn(**arguments)
-    assert ways == [way]
+    assert ways == [f"3 x 1 {way}"]
     assert right_any(found, wants["return"]).all()
     assert right_any(arguments["lse"], wants["lse"]).all()
+
+
+def of_pages(lengths: list[int], page: int, pages: int) -> dict[str, Any]:
+    """What extend_attention is called with for requests of 2 new tokens, in pages from a shuffled pool."""
+    g = torch.Generator().manual_seed(0)
+    order, slots = torch.randperm(pages, generator=g).tolist(), []
+    for n in lengths:
+        slots += [p * page + t for p in [order.pop() for _ in range(-(-n // page))] for t in range(page)][:n]
+    shapes = ((2 * len(lengths), 4), (pages, page, 2), (pages, page, 2))
+    q, k, v = (torch.randn(*s, 64, generator=g).bfloat16() for s in shapes)
+    kv = torch.tensor([0, *lengths]).cumsum(0)
+    qo = 2 * torch.arange(len(lengths) + 1)
+    return EXTEND.bind(q, k, v, qo, kv, torch.tensor(slots), lse=torch.zeros(*shapes[0]), scale=0.125)
+
+
+def agrees(adapter: Adapter, arguments: dict[str, Any]) -> bool:
+    assert adapter.supports(arguments) is None
+    wants = adapter.spec.oracle(arguments)
+    ways.clear()
+    found = adapter.fn(**arguments)
+    return bool(right_any(found, wants["return"]).all() and right_any(arguments["lse"], wants["lse"]).all())
+
+
+@pytest.mark.parametrize("adapter", ["extend-fused"], indirect=True)
+def test_several_queries_go_by_pages_of_128(adapter: Adapter) -> None:
+    assert agrees(adapter, of_pages([140, 128, 3], 128, 5))
+    assert ways == ["3 x 2 paged"]
+    assert agrees(adapter, of_pages([40, 3], 16, 5))
+    assert ways == ["2 x 2 gathered"]
+    shared = of_pages([140, 3], 128, 3)
+    shared["kv_indices"] = shared["kv_indices"][:140]
+    shared["kv_indptr"] = torch.tensor([0, 140, 140])
+    assert agrees(adapter, shared)
+    assert ways == ["1 x 2 paged"]
+    # Both list the same two pages of three: more than there are, one by one.
+    shared["kv_indices"] = shared["kv_indices"].repeat(2)
+    shared["kv_indptr"] = torch.tensor([0, 140, 280])
+    assert agrees(adapter, shared)
+    assert ways == ["2 x 2 gathered"]
+
+
+@pytest.mark.parametrize("adapter", ["extend-fused"], indirect=True)
+def test_requests_of_as_many_queries_make_one_call(adapter: Adapter) -> None:
+    """Decoding requests among others are one call, whatever their lengths."""
+    arguments = EXTEND.make(bs=6, lengths="full", longest=1, prefix=9)
+    arguments["qo_indptr"] = torch.tensor([0, 1, 2, 2, 5, 6, 6])
+    arguments["kv_indptr"] = torch.tensor([0, 10, 15, 20, 30, 40, 60])
+    assert agrees(adapter, arguments)
+    assert sorted(ways) == ["1 x 3 gathered", "3 x 1 gathered"]
+
+
+@pytest.mark.parametrize("adapter", ["decode-fused", "extend-fused"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "to", "said"),
+    [
+        ("REQUESTS", 3, "q: expected at most 3 requests of 1 queries, by torch_npu; got 4"),
+        ("KEYS", {True: 1, False: 1}, "kv_indptr: expected at most 1 keys of 1 queries, by torch_npu; got 2"),
+    ],
+)
+def test_more_than_torch_npu_takes(
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch, name: str, to: Any, said: str
+) -> None:
+    monkeypatch.setattr(_fused, name, to)
+    params = {"longest": 1, "prefix": 1} if adapter.spec is EXTEND else {"longest": 2}
+    arguments = adapter.spec.make(bs=4, lengths="full", **params)
+    arguments["kv_indptr"] = torch.tensor([0, 1, 3, 4, 5])
+    before = arguments["out"].clone()
+    with pytest.raises(hal.ArgumentError, match=re.escape(said)):
+        adapter.fn(**arguments)
+    assert torch.equal(arguments["out"].view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("adapter", ["extend-fused"], indirect=True)
+def test_a_library_that_differs_is_seen(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors in the stand-in, each of which torch_npu's documentation might be misread as."""
+
+    arguments = of_pages([40, 3], 16, 5)
+
+    def from_the_first(begin: int, stop: int, keys: int, causal: bool, window: int) -> Iterator[Any]:
+        return ((t, 0, t - begin + 1 if causal else keys) for t in range(begin, stop))
+
+    def by_shape(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        how["actual_seq_lengths_kv"] = [k.shape[1]] * k.shape[0]
+        return npu_fused_infer_attention_score(q, k, v, **how)
+
+    def to_the_base_2(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        found, sums = npu_fused_infer_attention_score(q, k, v, **how)
+        return found, sums / math.log(2)
+
+    with monkeypatch.context() as m:
+        m.setitem(globals(), "seen_of", from_the_first)
+        assert not agrees(adapter, arguments)
+    for wrong in (by_shape, to_the_base_2):
+        with monkeypatch.context() as m:
+            m.setattr(sys.modules["torch_npu"], "npu_fused_infer_attention_score", wrong)
+            assert not agrees(adapter, arguments)
+    assert agrees(adapter, arguments)
+
+
+@pytest.mark.parametrize("adapter", ["extend-fused"], indirect=True)
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"sliding_window": 5}, "torch_npu's fused attention is asked for no windows"),
+        ({"q_heads": 256, "head_dim": 256, "bs": 1}, "fewer than 65535 elements in a row of q"),
+        ({"q_heads": 258, "kv_heads": 6, "bs": 1}, "at most 256 query heads, and 64 a key/value head"),
+        ({"q_heads": 65, "kv_heads": 1, "bs": 1}, "at most 256 query heads, and 64 a key/value head"),
+        ({"logit_cap": 5.0}, "torch_npu's fused attention caps no logits"),
+    ],
+)
+def test_what_is_refused_of_torch_npu(adapter: Adapter, params: dict[str, Any], why: str) -> None:
+    assert adapter.supports(EXTEND.make(**params)) == f"adapter: {why}"
 
 
 def test_listed_is_well_formed_whatever_it_gets() -> None:
@@ -464,7 +603,7 @@ def test_listed_is_well_formed_whatever_it_gets() -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS, indirect=True)
 def test_a_planted_error_is_seen(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins are no rubber stamp: an adapter that forgets the scale, -1, or a row of nobody fails."""
+    """The stand-ins are no rubber stamp: an adapter that forgets the scale, -1, causality or a row of nobody fails."""
     op, right = adapter.spec, adapter.fn
 
     def outcome(sample: str, fn: Callable[..., Tensor] = right) -> str:
@@ -482,6 +621,10 @@ def test_a_planted_error_is_seen(adapter: Adapter, monkeypatch: pytest.MonkeyPat
             ends = torch.cat([arguments["qo_indptr"][:-1], torch.tensor([arguments["q"].shape[0]])])
             return right(**{**arguments, "qo_indptr": ends})
 
+        def seeing_all(**arguments: Any) -> Tensor:
+            return right(**{**arguments, "causal": False})
+
+        assert outcome("bf16", seeing_all) == FAILED
         assert outcome("spare-rows") == PASSED
         assert outcome("spare-rows", all_rows) == FAILED
 

@@ -5,6 +5,15 @@ from hal.registry import Backend, Impl, hookimpl
 _HERE = "hal.backends.ascend"
 
 
+def _by_torch_npu(op: str) -> Impl:
+    """torch_npu's fused attention, taken where it is named."""
+    module = f"{_HERE}.{op}_fused"
+    return Impl(
+        f"{module}:{op}", f"{module}:supports", name="fused", priority=-1, named=True, lanes=("device",),
+        note="adapter: not run on a device",
+    )  # fmt: skip
+
+
 @hookimpl
 def hal_backend() -> Backend:
     return Backend(
@@ -81,19 +90,14 @@ def hal_backend() -> Backend:
                     name="triton",
                     deterministic=True,
                 ),
-                Impl(
-                    f"{_HERE}.decode_attention_fused:decode_attention",
-                    f"{_HERE}.decode_attention_fused:supports",
-                    name="fused",
-                    priority=-1,
-                    named=True,
-                    lanes=("device",),
-                    note="adapter: not run on a device",
-                ),
+                _by_torch_npu("decode_attention"),
             ),
-            "extend_attention": Impl(
-                f"{_HERE}.extend_attention:extend_attention",
-                supports=f"{_HERE}.extend_attention:supports",
+            "extend_attention": (
+                Impl(
+                    f"{_HERE}.extend_attention:extend_attention",
+                    supports=f"{_HERE}.extend_attention:supports",
+                ),
+                _by_torch_npu("extend_attention"),
             ),
         },
         requires={

@@ -5,20 +5,22 @@ from hal.registry import Backend, Impl, hookimpl
 _HERE = "hal.backends.cuda"
 
 
-def _adapter(op: str, name: str, requires: str, install: str = "", probe: str | None = None) -> Impl:
+def _adapter(
+    op: str, name: str, requires: str, run: str, install: str = "", probe: str | None = None
+) -> Impl:
     """Another library's kernel, taken where it is named."""
     module = f"{_HERE}.{op}_{name}"
     return Impl(
         f"{module}:{op}", f"{module}:supports", name, priority=-1, named=True, lanes=("device",), requires=(requires,),
-        install=install, probe=probe, note="adapter: not run on a device",
+        install=install, probe=probe, note=f"adapter: {run}",
     )  # fmt: skip
 
 
 _ADAPTERS = {
     op: (
-        _adapter(op, "flashinfer", "flashinfer-python>=0.6"),
+        _adapter(op, "flashinfer", "flashinfer-python>=0.6", "run on an H200, FlashInfer 0.6.3"),
         _adapter(
-            op, "fa3", "flash-attn-3>=3.0.0",
+            op, "fa3", "flash-attn-3>=3.0.0", "not run on a device",
             install="git clone https://github.com/Dao-AILab/flash-attention; pip install ./flash-attention/hopper",
             probe=f"{_HERE}.decode_attention_fa3:probe",
         ),
