@@ -293,10 +293,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def matrix(to: str) -> str:
     """Ops x backends; `to`: the folder of the pages, from where the table stands."""
     rows = [[f"[`{op}`]({to}{op}.md)", "yes", *(cell(m, op) for m in manifests().values())] for op in BUILTIN]
-    several = [i for m in manifests().values() for op in BUILTIN for i in m.impls(op) if i.named]
-    notes = "; ".join(sorted({i.note for i in several if i.note}))
-    foot = "\n\n\\* taken where it is named, as in `HAL_BACKEND=cuda,decode_attention=cuda/flashinfer`"
-    return table(["op", "reference", *manifests()], rows) + (f"{foot}; {notes}" if several else "")
+    named = sorted(
+        {(i.name, i.note) for m in manifests().values() for op in BUILTIN for i in m.impls(op) if i.named}
+    )
+    notes = "; ".join(f"`{name}`: {note.removeprefix('adapter: ')}" for name, note in named)
+    foot = "\n\n\\* an adapter, taken where it is named, as in `HAL_BACKEND=cuda,decode_attention=cuda/flashinfer`; "
+    return table(["op", "reference", *manifests()], rows) + (foot + notes if named else "")
 
 
 def cell(manifest: Backend, op: str) -> str:
