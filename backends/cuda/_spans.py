@@ -7,6 +7,8 @@ request. The lengths of all requests before the group are added up lane by lane 
 in number, so that is linear in the requests.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,13 +16,19 @@ from hal.backends.cuda._device import multiprocessors
 
 MANY = 8
 """Requests of a group, where there are more of them than programs."""
-TILE = 1024
-"""Lengths added at once."""
-WARPS = 4
 
 
-CHUNKS = {1: 256, MANY: 128}
-"""Outputs of each request that a program makes at once, by the requests of its group."""
+class Tile(NamedTuple):
+    """How a program of one kernel works; each op has one for a request alone and one for a group of `MANY`."""
+
+    chunk: int
+    """Outputs of each request that it makes at once."""
+    lengths: int
+    """Lengths that it adds at once."""
+    warps: int
+
+
+Tiles = dict[int, Tile]
 
 
 @triton.jit
@@ -57,9 +65,7 @@ def turns(count, part, log, CHUNK: tl.constexpr):
     return (tl.maximum(count - part * CHUNK, 0) + ((CHUNK << log) - 1)) // CHUNK >> log
 
 
-def grid(
-    bs: int, size: int, device: int, chunks: dict[int, int] = CHUNKS
-) -> tuple[tuple[int, int, int], int, int, int]:
+def grid(bs: int, size: int, device: int, tiles: Tiles) -> tuple[tuple[int, int, int], int, int, int]:
     """(grid, requests of a group, groups of a program, log2 of a group's parts) for `bs` requests, `size` outputs."""
     sms = multiprocessors(device)
     group = 1 if bs <= 4 * sms else MANY
@@ -67,6 +73,6 @@ def grid(
     each = -(-groups // (4 * sms))
     programs = -(-groups // each)
     # No more parts than run at once: each one adds up the lengths anew.
-    parts = min(-(-size // chunks[group]) or 1, sms // programs or 1)
+    parts = min(-(-size // tiles[group].chunk) or 1, sms // programs or 1)
     log = parts.bit_length() - 1
     return (programs << log, 1, 1), group, each, log

@@ -14,7 +14,7 @@ from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import slot_of
 
-BLOCK = 256
+BLOCK = 128
 TILE = 1024
 
 

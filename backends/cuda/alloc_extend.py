@@ -12,7 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import CHUNKS, TILE, WARPS, extents, grid, slot_of, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, grid, slot_of, turns
+
+TILES = {1: Tile(64, 128, 1), MANY: Tile(32, 512, 4)}
 
 
 @triton.jit
@@ -94,14 +96,15 @@ class _Launches(dict[tuple[int, int, bool, int], launch.Launch]):
     def __missing__(self, key: tuple[int, int, bool, int]) -> launch.Launch:
         device, page, wide, group = key
         on = pdl(device)
+        chunk, lengths, warps = TILES[group]
         self[key] = alloc_extend_kernel.bind(
             PAGE=page,
             WIDE=wide,
             PDL=on,
-            CHUNK=CHUNKS[group],
+            CHUNK=chunk,
             GROUP=group,
-            TILE=TILE,
-            num_warps=WARPS,
+            TILE=lengths,
+            num_warps=warps,
             launch_pdl=on,
         )
         return self[key]
@@ -116,7 +119,7 @@ def alloc_extend(
     bs, size = prefix_lens.numel(), out.numel()
     device = out.get_device()
     total = empty(1, dtype=int64, device=out.device)
-    programs, group, each, log = grid(bs, size, device)
+    programs, group, each, log = grid(bs, size, device, TILES)
     _launches[device, page_size, out.dtype is int64, group].start(
         programs,
         prefix_lens,

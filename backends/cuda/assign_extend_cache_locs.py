@@ -2,7 +2,7 @@
 # A kernel is typed by its arguments at run time.
 """assign_extend_cache_locs: the slots of all new tokens, request after request, in one flat tensor.
 
-Up to FEW requests, a program has a part of one request and sums the lengths of those before it. With more,
+Up to 512 requests, a program has a part of one request and sums the lengths of those before it. With more,
 a program has a group of requests: the lengths before it are added up lane by lane and reduced once, a tile of
 [requests, tokens] is copied at once, and what is longer than the tile is shared among the group's
 programs. The number of programs is bounded, and a program with several groups carries the sum on, so
@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
 
-FEW = 256
-PART = 128
-"""Tokens of a request that a program copies at once."""
-GROUP = 32
+FEW = {256: (128, 4), 512: (64, 1)}
+"""Up to so many requests: tokens of a request that a program copies at once, and its warps."""
+MOST = max(FEW)
+GROUP = 16
 TILE = 16
 """Tokens of each request of a group that are copied at once, up to SPAN of them."""
 SPAN = 128
@@ -171,10 +171,16 @@ def assign_many_kernel(
                 tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-class _Launches(dict[int, tuple[launch.Launch, launch.Launch, int]]):
-    def __missing__(self, device: int) -> tuple[launch.Launch, launch.Launch, int]:
+_Few = dict[int, tuple[launch.Launch, int]]
+
+
+class _Launches(dict[int, tuple[_Few, launch.Launch, int]]):
+    def __missing__(self, device: int) -> tuple[_Few, launch.Launch, int]:
         on = pdl(device)
-        few = assign_few_kernel.bind(PDL=on, FEW=FEW, PART=PART, num_warps=4, launch_pdl=on)
+        few = {
+            n: (assign_few_kernel.bind(PDL=on, FEW=n, PART=part, num_warps=warps, launch_pdl=on), part)
+            for n, (part, warps) in FEW.items()
+        }
         many = assign_many_kernel.bind(
             PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=SUM, num_warps=4, launch_pdl=on
         )
@@ -193,9 +199,10 @@ def assign_extend_cache_locs(
         return out
     few, many, programs = _launches[out.get_device()]
     rows, width = req_to_token.shape
-    if bs <= FEW:
-        run, groups = few, bs or 1
-        parts = min((size + PART - 1) // PART, programs // groups or 1)
+    if bs <= MOST:
+        run, part = few[256 if bs <= 256 else MOST]
+        groups = bs or 1
+        parts = min((size + part - 1) // part, programs // groups or 1)
     else:
         run, groups = many, min((bs + GROUP - 1) // GROUP, programs)
         parts = min(programs // groups or 1, 8)

@@ -11,10 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, TILE, WARPS, extents, grid, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, grid, turns
 
-CHUNKS = {1: 512, MANY: 256}
-"""Keys of each request that a program copies at once, by the requests of its group: rows are long."""
+TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 
 
 @triton.jit
@@ -76,12 +75,13 @@ class _Launches(dict[tuple[int, int], launch.Launch]):
     def __missing__(self, key: tuple[int, int]) -> launch.Launch:
         device, group = key
         on = pdl(device)
+        chunk, lengths, warps = TILES[group]
         self[key] = kv_indices_kernel.bind(
             PDL=on,
-            CHUNK=CHUNKS[group],
+            CHUNK=chunk,
             GROUP=group,
-            TILE=TILE,
-            num_warps=WARPS if group == 1 else 2 * WARPS,
+            TILE=lengths,
+            num_warps=warps,
             launch_pdl=on,
         )
         return self[key]
@@ -97,7 +97,7 @@ def build_kv_indices(
     bs, size = kv_lens.numel(), out.numel()
     rows, width = req_to_token.shape
     device = out.get_device()
-    programs, group, each, log = grid(bs, size, device, CHUNKS)
+    programs, group, each, log = grid(bs, size, device, TILES)
     _launches[device, group].start(
         programs, req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start,
         bs, rows, width, req_to_token.stride(0), size, each, log,

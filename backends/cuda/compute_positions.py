@@ -10,7 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import CHUNKS, TILE, WARPS, extents, grid, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, grid, turns
+
+TILES = {1: Tile(256, 256, 2), MANY: Tile(64, 1024, 4)}
 
 
 @launch.jit(do_not_specialize=("prefixes", "lens", "out", "indptr", "bs", "size", "each", "log"))
@@ -55,8 +57,9 @@ class _Launches(dict[tuple[int, int], launch.Launch]):
     def __missing__(self, key: tuple[int, int]) -> launch.Launch:
         device, group = key
         on = pdl(device)
+        chunk, lengths, warps = TILES[group]
         self[key] = positions_kernel.bind(
-            PDL=on, CHUNK=CHUNKS[group], GROUP=group, TILE=TILE, num_warps=WARPS, launch_pdl=on
+            PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on
         )
         return self[key]
 
@@ -70,7 +73,7 @@ def compute_positions(
     bs, size = prefix_lens.numel(), out.numel()
     if size or indptr is not None:
         device = out.get_device()
-        programs, group, each, log = grid(bs, size, device)
+        programs, group, each, log = grid(bs, size, device, TILES)
         _launches[device, group].start(programs, prefix_lens, seq_lens, out, indptr, bs, size, each, log)
     return out
 

@@ -189,7 +189,7 @@ def _get_last_loc(where: torch.device, args: dict[str, Any] | None) -> None:
 
 
 def _assign_extend_cache_locs(where: torch.device, args: dict[str, Any] | None) -> None:
-    """Both kernels: for few requests, and for many."""
+    """All three: for few requests, for some more, and for many."""
     from hal.backends.cuda.assign_extend_cache_locs import FEW, assign_extend_cache_locs
 
     zero = torch.zeros(1, dtype=torch.int64, device=where)
@@ -197,7 +197,7 @@ def _assign_extend_cache_locs(where: torch.device, args: dict[str, Any] | None) 
         "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
         "end_offsets": zero, "out": zero,
     }  # fmt: skip
-    for bs in (1, FEW + 1):
+    for bs in (1, *(few + 1 for few in FEW)):
         index = [
             torch.zeros(bs, dtype=given[n].dtype, device=where)
             for n in ("req_pool_indices", "start_offsets", "end_offsets")

@@ -10,7 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import CHUNKS, TILE, WARPS, clamped, grid, turns
+from hal.backends.cuda._spans import MANY, Tile, clamped, grid, turns
+
+TILES = {1: Tile(128, 256, 2), MANY: Tile(64, 256, 4)}
 
 
 @launch.jit(
@@ -60,8 +62,9 @@ class _Launches(dict[tuple[int, int], launch.Launch]):
     def __missing__(self, key: tuple[int, int]) -> launch.Launch:
         device, group = key
         on = pdl(device)
+        chunk, lengths, warps = TILES[group]
         self[key] = write_kernel.bind(
-            PDL=on, CHUNK=CHUNKS[group], GROUP=group, TILE=TILE, num_warps=WARPS, launch_pdl=on
+            PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on
         )
         return self[key]
 
@@ -77,7 +80,7 @@ def write_req_to_token(
         return
     rows, width = req_to_token.shape
     device = src.get_device()
-    programs, group, each, log = grid(bs, size, device)
+    programs, group, each, log = grid(bs, size, device, TILES)
     _launches[device, group].start(
         programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
         bs, rows, width, req_to_token.stride(0), size, each, log,

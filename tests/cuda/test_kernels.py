@@ -82,3 +82,13 @@ def check(op: str, args: dict[str, Any]) -> float:
 def test_sample(op: str, sample: Any) -> None:
     args = ops.spec(op).make(**sample.params)
     assert check(op, args) <= 1.0
+
+
+@pytest.mark.parametrize("bs", [256, 257, 512, 513, 2000])
+def test_assign_at_the_sizes_where_its_launch_changes(bs: int) -> None:
+    assert (
+        check(
+            "assign_extend_cache_locs", ops.spec("assign_extend_cache_locs").make(bs=bs, longest=9, seed=bs)
+        )
+        == 0
+    )
