@@ -226,6 +226,8 @@ def conformance(
     jobs: Annotated[int, typer.Option(help="Processes that run cases at a time.")] = 1,
 ) -> None:
     """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
+    if backend is not None and not imports and (why := _not_here(backend, lane)):
+        _fail(f"hal: conformance: {why}", NOTHING)
     code = _call(
         "hal.conformance", "main", "hal conformance", "conformance",
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
@@ -235,6 +237,16 @@ def conformance(
         codes = code, _replay(golden, backend, device)
         code = FAILED if FAILED in codes else max(codes)
     raise typer.Exit(code)
+
+
+def _not_here(backend: str, lane: str | None) -> str | None:
+    """Why nothing of a backend can run on this machine, and what would help; the runner tells of all else."""
+    from hal.registry._table import live
+
+    table = live.current()
+    entry = table.entries.get(backend.partition("/")[0])
+    state = None if entry is None else entry.state(lane or table.lane)
+    return f"{backend}: {state}" if state is not None and state.state in ("absent", "unavailable") else None
 
 
 def _replay(folder: Path, backend: str, device: str | None) -> int:

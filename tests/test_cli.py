@@ -346,6 +346,17 @@ def test_a_backends_own_tools(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_backend_that_can_not_run_here_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for backend in ("cuda", "cuda/flashinfer"):
+        assert run(monkeypatch, "conformance", backend) == cli.NOTHING
+        said = capsys.readouterr().err
+        assert said.startswith(f"hal: conformance: {backend}: ")
+        assert "Traceback" not in said
+
+
 def test_golden_outputs_are_replayed_after_a_judgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
