@@ -161,6 +161,13 @@ def view(typingctx: Any, address: Any, kind: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def address(typingctx: Any, p: Any) -> Any:
+    """The inverse of `view`."""
+    _pointers(p)
+    return types.int64(p), lambda context, b, signature, args: b.ptrtoint(args[0], I64)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def move(typingctx: Any, dst: Any, src: Any, n: Any) -> Any:
     """Copies `n` elements of src's format, bit for bit."""
     _pointers(dst, src)
@@ -215,9 +222,84 @@ def take(typingctx: Any, counter: Any, step: Any) -> Any:
     """Adds `step` to the counter that threads share; its value before."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", args[0], args[1], "monotonic")
+        return b.atomic_rmw("add", args[0], args[1], "seq_cst")
 
     return types.int64(POINTER["i64"], types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def peek(typingctx: Any, counter: Any) -> Any:
+    """The counter that threads share, as it is now."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load_atomic(args[0], "seq_cst", 8)
+
+    return types.int64(POINTER["i64"]), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def swap(typingctx: Any, counter: Any, value: Any) -> Any:
+    """The counter that threads share becomes `value`; its value before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("xchg", args[0], args[1], "seq_cst")
+
+    return types.int64(POINTER["i64"], types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def claim(typingctx: Any, counter: Any, seen: Any) -> Any:
+    """Whether the counter that threads share was still `seen`; it is one less then."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        done = b.cmpxchg(args[0], args[1], b.sub(args[1], I64(1)), "seq_cst", "seq_cst")
+        return b.extract_value(done, 1)
+
+    return types.boolean(POINTER["i64"], types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def spread(typingctx: Any, block: Any, words: Any) -> Any:
+    """Calls the compiled function whose address is at `block` with the arguments that follow. Whether it failed.
+
+    `words`, a literal, names their types as `Kernel` does; each takes eight bytes.
+    """
+    if not isinstance(words, types.StringLiteral):
+        raise TypingError("the types must be a literal")
+    scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
+    kinds = [scalars.get(w) or POINTER[w] for w in words.literal_value.split()]
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        values = []
+        for i, kind in enumerate(kinds):
+            where = b.gep(args[0], [I64(i + 1)])
+            if kind is types.float32:
+                values.append(b.load(b.bitcast(where, F32.as_pointer())))
+            elif kind is types.boolean:
+                values.append(b.icmp_signed("!=", b.load(where), I64(0)))
+            elif kind is types.int64:
+                values.append(b.load(where))
+            else:
+                values.append(b.inttoptr(b.load(where), context.get_value_type(kind)))
+        convention = context.call_conv
+        target = b.inttoptr(b.load(args[0]), convention.get_function_type(types.none, kinds).as_pointer())
+        status, _ = convention.call_function(b, target, types.none, kinds, values)
+        return status.is_error
+
+    return types.boolean(POINTER["i64"], words), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def invoke(typingctx: Any, address: Any, block: Any) -> Any:
+    """Calls the compiled function of one pointer at `address`, which returns a bool, with `block`."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        convention, kind = context.call_conv, (POINTER["i64"],)
+        target = b.inttoptr(args[0], convention.get_function_type(types.boolean, kind).as_pointer())
+        _, failed = convention.call_function(b, target, types.boolean, kind, [args[1]])
+        return failed
+
+    return types.boolean(types.int64, POINTER["i64"]), codegen
 
 
 # --- conversions, as LLVM IR: of one element, or of a vector of them ---------------------------------

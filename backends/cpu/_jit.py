@@ -9,10 +9,13 @@ was made from: numba alone would not notice that an inlined helper in another fi
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import filelock
@@ -20,7 +23,7 @@ import llvmlite
 import numba
 
 from hal import _env
-from hal.backends.cpu._bits import POINTER
+from hal.backends.cpu._bits import POINTER, spread
 
 _lock = threading.Lock()
 
@@ -66,6 +69,45 @@ inline = numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")
 """For functions that kernels call. Contraction is all that fastmath may do here: it keeps NaN and Inf."""
 
 
+SCALARS = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
+words_ = ""  # in the globals of each copy of `_from_block`, where numba takes it for a literal
+
+
+def _from_block(block):  # type: ignore[no-untyped-def]
+    return spread(block, words_)
+
+
+class _Block:
+    """Compiled copies of `_from_block`: by the types of the arguments, where each lies."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, int] = {}
+        self.kept: list[Any] = []
+
+    def __call__(self, words: str) -> int:
+        return self.addresses.get(words) or self._compile(words)
+
+    def _compile(self, words: str) -> int:
+        with _lock, _alone():
+            if words not in self.addresses:
+                fn = FunctionType(_from_block.__code__, {**globals(), "words_": words})
+                fn.__qualname__ = (
+                    "block_" + hashlib.sha256(words.encode()).hexdigest()[:16]
+                )  # names the cache's file
+                dispatcher = _cached(fn)
+                dispatcher.compile((POINTER["i64"],))
+                self.addresses[words] = _lies(dispatcher.overloads[(POINTER["i64"],)])
+                self.kept.append(dispatcher)
+        return self.addresses[words]
+
+
+def _lies(compiled: Any) -> int:
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+
+
+from_block = _Block()
+
+
 class Kernel:
     """A compiled function whose every argument's type is given by name.
 
@@ -73,27 +115,48 @@ class Kernel:
         fn: plain Python that numba compiles. It runs without the GIL and must not raise.
         types: a word an argument: a format of `_bits` for a pointer (passed as an int), ``int``, ``float``
             or ``bool``; ``*name`` words are filled in per variant.
+        shared: `block` will be asked for as well.
 
     Example:
         >>> kernel = Kernel(fn, "int *out i64")
         >>> kernel("bf16")(n, out.data_ptr(), index.data_ptr())
     """
 
-    def __init__(self, fn: Callable[..., Any], types: str) -> None:
-        self.fn, self.types = fn, types.split()
+    def __init__(self, fn: Callable[..., Any], types: str, shared: bool = False) -> None:
+        self.fn, self.types, self.shared = fn, types.split(), shared
+        self._block = struct.Struct("q" + "".join({"float": "f4x"}.get(t, "q") for t in self.types))
         self._entries: dict[tuple[str, ...], Any] = {}
+        self._natives: dict[tuple[str, ...], tuple[int, int]] = {}
         self._dispatcher: Any = None
 
     def __call__(self, *variant: str) -> Any:
         """The native entry point for a variant: one format for each ``*name``, in order."""
         return self._entries.get(variant) or self._compile(variant)
 
-    def _compile(self, variant: tuple[str, ...]) -> Any:
-        scalars = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
+    def block(self, variant: tuple[str, ...], args: tuple[Any, ...]) -> tuple[int, array[int]]:
+        """For `_bits.invoke`: what to call, and the memory that holds the variant's own address and `args`."""
+        caller, native = self._natives.get(variant) or self._native(variant)
+        block = array("q", bytes(self._block.size))
+        self._block.pack_into(block, 0, native, *args)
+        return caller, block
+
+    def warm(self, *variant: str) -> None:
+        """Compiles all that calls of a variant will need, or loads it."""
+        self(*variant)
+        if self.shared:
+            self._native(variant)
+
+    def _words(self, variant: tuple[str, ...]) -> list[str]:
         names = [t for t in self.types if t.startswith("*")]
         given = dict(zip(dict.fromkeys(names), variant, strict=True))
-        words = [given.get(t, t) for t in self.types]
-        signature = tuple(scalars[w] if w in scalars else POINTER[w] for w in words)
+        return [given.get(t, t) for t in self.types]
+
+    def _signature(self, variant: tuple[str, ...]) -> tuple[Any, ...]:
+        scalars = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
+        return tuple(scalars[w] if w in scalars else POINTER[w] for w in self._words(variant))
+
+    def _compile(self, variant: tuple[str, ...]) -> Any:
+        signature = self._signature(variant)
         with _lock, _alone():
             if variant not in self._entries:
                 if self._dispatcher is None:
@@ -101,3 +164,12 @@ class Kernel:
                 self._dispatcher.compile(signature)
                 self._entries[variant] = self._dispatcher.overloads[signature].entry_point
         return self._entries[variant]
+
+    def _native(self, variant: tuple[str, ...]) -> tuple[int, int]:
+        self(*variant)
+        found = (
+            from_block(" ".join(self._words(variant))),
+            _lies(self._dispatcher.overloads[self._signature(variant)]),
+        )
+        self._natives[variant] = found
+        return found

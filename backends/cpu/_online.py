@@ -267,6 +267,7 @@ kernel = Kernel(
     _kernel,
     "i64 int int  *x int int int int int int int  *x int int int *x int int int int int "
     "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int",
+    shared=True,
 )
 
 
@@ -287,7 +288,7 @@ def attend(
     page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     work = nnz * (dim + v_dim) * q.itemsize * -(-rows // max(1, bs))
     run(
-        kernel(FORMAT[q.dtype]), bs * kv_heads, work // max(1, bs),
+        kernel, (FORMAT[q.dtype],), bs * kv_heads, work // max(1, bs),
         (
             q.data_ptr(), *q.stride()[:2], heads // kv_heads, kv_heads, dim, v_dim, rows,
             k_cache.data_ptr(), *_strides(k_cache), v_cache.data_ptr(), *_strides(v_cache),
@@ -296,7 +297,6 @@ def attend(
             0 if lse is None else lse.data_ptr(), 0 if lse is None else heads, scale,
             min(sliding_window, 1 << 40), causal, MOST[q.dtype],
         ),
-        (q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse),
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """A small pool of threads that share one kernel call.
 
-The kernels are serial and release the GIL; several threads run the same call and take turns at a shared
-counter. The caller works too and never waits for a helper that has not begun, so a busy machine, or a pool
-that another thread is using, costs nothing but the help. numba's own ``parallel=True`` is no choice
+The kernels are serial; several threads run the same call and take turns at a shared counter. The caller works too
+and never waits for a helper that has not begun, so a busy machine, or a pool that another thread is using,
+costs nothing but the help. A helper's whole life is one native call without the GIL: Python threads that keep an engine
+busy never delay it. After a call it looks for the next one for a while before it sleeps, since waking it costs
+the caller a system call, and the helper its way back to a processor. numba's own ``parallel=True`` is no choice
 here: its threads kill a forked child (omp) or abort when two threads call (workqueue).
 """
 
@@ -10,15 +12,21 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import threading
-from collections.abc import Callable
+from array import array
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-WAKE = 1 << 20
-"""Bytes that a call must move to wake a helper: some 50 us of work, five times what the waking costs."""
+from hal.backends.cpu._bits import address, claim, invoke, load, peek, shift, store, swap, take, types, view
+from hal.backends.cpu._jit import Kernel
+
+WAKE = 1 << 22
+"""Bytes that a call must move to wake a helper that sleeps: some 150 us of work, twice what that costs."""
+
+SHARE = 1 << 20
+"""Bytes that a call must move to be shared with helpers that are awake."""
 
 GRAIN = 1 << 17
 """Bytes that one turn at the counter should move."""
@@ -26,63 +34,115 @@ GRAIN = 1 << 17
 TURNS = 8
 """Turns a thread takes at most of a large call: few enough for long runs, enough to share evenly."""
 
+LOOKS = 500
+"""How often a helper looks for a call before it sleeps, giving way each time: some 150 us."""
 
-class _Job:
-    __slots__ = ("args", "done", "error", "keep", "kernel", "tickets")
+# Where in the memory of a pool its numbers are: int64s, a cache line to each group that changes together.
+OFFERS, DONE, COUNTER, AWAKE, CLOSED = 0, 8, 16, 24, 32
+ADDRESS, BLOCK, FAILED, BYTE = 40, 41, 42, 48
 
-    def __init__(self, kernel: Callable[..., Any], args: tuple[Any, ...], helpers: int, keep: Any) -> None:
-        self.kernel, self.args, self.keep = kernel, args, keep
-        self.tickets = [None] * helpers
-        self.done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.error: BaseException | None = None
+_give_way = types.ExternalFunction("sched_yield", types.int32())
+_read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
+_write = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
-    def take(self) -> bool:
-        try:
-            self.tickets.pop()  # atomic: each ticket goes to one helper or back to the caller
-        except IndexError:
-            return False
-        return True
+
+def _serve(box, bed, looks):  # type: ignore[no-untyped-def]
+    """A helper: runs each call that is offered at `box`, and sleeps at the pipe `bed` when there is none for long."""
+    take(shift(box, AWAKE), 1)
+    left = looks
+    while not peek(shift(box, CLOSED)):
+        offers = peek(shift(box, OFFERS))
+        if offers > 0 and claim(shift(box, OFFERS), offers):
+            if invoke(load(box, ADDRESS), view(load(box, BLOCK), "i64")):
+                store(box, FAILED, 1)
+            take(shift(box, DONE), 1)
+            left = looks
+        elif left:
+            left -= 1
+            _give_way()
+        else:
+            take(shift(box, AWAKE), -1)
+            # A caller offers first and then counts who is awake; so the order here is the other one.
+            if not peek(shift(box, OFFERS)) and not peek(shift(box, CLOSED)):
+                _read(bed, address(shift(box, BYTE)), 1)
+            take(shift(box, AWAKE), 1)
+            left = looks
+    take(shift(box, AWAKE), -1)
+
+
+def _share(box, bell, kernel, block, helpers, wake):  # type: ignore[no-untyped-def]
+    """Runs a call here and in up to so many helpers. Whether it failed."""
+    store(box, ADDRESS, kernel)
+    store(box, BLOCK, block)
+    store(box, FAILED, 0)
+    swap(shift(box, DONE), 0)
+    swap(shift(box, OFFERS), helpers)
+    if wake:
+        for _ in range(helpers - peek(shift(box, AWAKE))):
+            _write(bell, address(shift(box, BYTE)), 1)
+    failed = invoke(kernel, view(block, "i64"))
+    begun = helpers - swap(shift(box, OFFERS), 0)
+    while peek(shift(box, DONE)) < begun:
+        _give_way()
+    return failed or load(box, FAILED) != 0
+
+
+serve = Kernel(_serve, "i64 int int")
+share = Kernel(_share, "i64 int int int int bool")
 
 
 class _Pool:
     """The threads of one process."""
 
     def __init__(self) -> None:
-        self.work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.memory = array("q", bytes(8 * 64))
+        self.box, _ = self.memory.buffer_info()
+        self.bed = self.bell = -1  # the ends of the pipe, once there are threads
         self.threads: list[threading.Thread] = []
-        self.growing = threading.Lock()
+        self.growing, self.busy = threading.Lock(), threading.Lock()
         self.closed = False
+
+    @property
+    def awake(self) -> int:
+        """How many helpers look for a call."""
+        return self.memory[AWAKE]
 
     def grow(self, n: int) -> None:
         with self.growing:
+            if self.bell < 0:
+                try:
+                    self.bed, self.bell = os.pipe()
+                except OSError:  # no more files to be had
+                    return
+                os.set_blocking(self.bell, False)  # full, it wakes them all the same
             while len(self.threads) < n and not self.closed:
-                thread = threading.Thread(target=_serve, args=(self.work,), name="hal-cpu", daemon=True)
+                thread = threading.Thread(target=self._serve, name="hal-cpu", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads to be had: the caller does all the work
                     return
                 self.threads.append(thread)
 
+    def _serve(self) -> None:
+        serve()(self.box, self.bed, LOOKS)
+
     def close(self) -> None:
         # A thread that asks for the GIL of an interpreter that is going down is unwound through native
         # frames, which ends the process with an abort instead of its exit code.
         with self.growing:
             self.closed = True
-        for _ in self.threads:
-            self.work.put(None)
+        self.memory[CLOSED] = 1
+        if self.threads:
+            with suppress(BlockingIOError):
+                os.write(self.bell, b"." * len(self.threads))
         for thread in self.threads:
             thread.join(timeout=5)
 
-
-def _serve(work: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := work.get()) is not None:
-        if job.take():
-            try:
-                job.kernel(*job.args)
-            except BaseException as e:
-                job.error = e
-            job.done.put(None)
-        del job  # else its tensors would live until the next one
+    def leave(self) -> None:
+        """In a forked child, which has none of the threads: gives the pipe back."""
+        if self.bell >= 0:
+            os.close(self.bed)
+            os.close(self.bell)
 
 
 _pool = _Pool()
@@ -90,7 +150,8 @@ _pool = _Pool()
 
 def _after_fork() -> None:
     global _pool
-    _pool = _Pool()  # a forked child has none of the threads, and what the queue held is the parent's
+    _pool.leave()
+    _pool = _Pool()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -98,37 +159,38 @@ atexit.register(lambda: _pool.close())
 
 
 def run(
-    kernel: Callable[..., Any], items: int, size: int, args: tuple[Any, ...], keep: Any, together: int = 1
+    kernel: Kernel, variant: tuple[str, ...], items: int, size: int, args: tuple[Any, ...], together: int = 1
 ) -> None:
     """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in helper threads as well.
 
     Args:
-        kernel: an entry point. It takes turns of `grain` items at the int64 that `counter` points to, or,
-            where grain is 0, does all of them.
+        kernel, variant: it takes turns of `grain` items at the int64 that `counter` points to, or, where grain is 0,
+            does all of them.
         items: units of work. size: bytes that one moves.
         together: a turn is a multiple of this many items.
-        keep: what must stay alive as long as a helper runs, even if the caller is interrupted.
+
+    Raises:
+        MemoryError: a kernel had none for what it needs beside its arguments.
     """
-    n = 0
-    if items * size > WAKE:
+    n, pool = 0, _pool
+    if items * size > SHARE:
         threads = torch.get_num_threads()
         grain = max(GRAIN // max(1, size), items // (TURNS * threads), 1)
         grain = -(-grain // together) * together
         n = min(threads, -(-items // grain)) - 1
-    pool = _pool
-    if n <= 0 or pool.closed:
-        kernel(0, 0, items, *args)
+        if items * size <= WAKE:
+            n = min(n, pool.awake)
+    # Held by another call, it has the helpers; waiting for them would take longer than doing without.
+    if n <= 0 or pool.closed or not pool.busy.acquire(blocking=False):
+        kernel(*variant)(0, 0, items, *args)
         return
-    if len(pool.threads) < n:
-        pool.grow(n)
-    counter = torch.zeros(1, dtype=torch.int64)
-    job = _Job(kernel, (counter.data_ptr(), grain, items, *args), n, (counter, keep))
-    for _ in range(n):
-        pool.work.put(job)
-    kernel(*job.args)
-    while job.take():
-        n -= 1
-    for _ in range(n):
-        job.done.get()
-    if job.error is not None:
-        raise job.error
+    try:
+        if len(pool.threads) < n:
+            pool.grow(n)
+        pool.memory[COUNTER] = 0
+        where, block = kernel.block(variant, (pool.box + 8 * COUNTER, grain, items, *args))
+        failed = share()(pool.box, pool.bell, where, block.buffer_info()[0], n, items * size > WAKE)
+    finally:
+        pool.busy.release()
+    if failed:
+        raise MemoryError(f"kernel {kernel.fn.__module__}")

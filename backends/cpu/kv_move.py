@@ -45,8 +45,8 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 kernel = Kernel(
-    _kernel, "i64 int int u8 bool u8 bool int int int int i64 int int int int int bool"
-)  # fmt: skip
+    _kernel, "i64 int int u8 bool u8 bool int int int int i64 int int int int int bool", shared=True
+)
 
 
 def kv_move(
@@ -64,12 +64,11 @@ def kv_move(
             bases = array("q", p.bases[first : min(first + room, todo.stop)])
             for back in (False, True):
                 run(
-                    kernel(), n, 2 * len(bases) * p.row_bytes,
+                    kernel, (), n, 2 * len(bases) * p.row_bytes,
                     (
                         *slots, p.page_stride, p.token_stride, bases.buffer_info()[0], len(bases), p.chunks,
                         p.chunk_stride, p.chunk_bytes, workspace.data_ptr(), back,
                     ),
-                    (pool, src_slots, dst_slots, workspace, bases),
                 )  # fmt: skip
 
 

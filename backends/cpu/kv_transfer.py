@@ -118,14 +118,15 @@ def _kernel(  # type: ignore[no-untyped-def]
                     layers if uniform else 1, s_layer, d_layer, pieces, s_piece, d_piece, size,
                     streamed,
                 )  # fmt: skip
+        if streamed:
+            fence()
         begin = next_turn(counter, grain) if grain else n
-    if streamed:
-        fence()
 
 
 kernel = Kernel(
     _kernel,
     "i64 int int u8 bool u8 bool int bool int int bool  i64 int int int int int int  i64 int int int int int int",
+    shared=True,
 )
 
 
@@ -155,9 +156,12 @@ def kv_transfer(
             x % LINE == 0 for x in (size, b.page_stride, b.token_stride, *b_bases, b_args[-1])
         )
         run(
-            kernel(), src_slots.shape[0], 2 * count * a.row_bytes,
-            (*slots, count, a_uniform and b_uniform, pieces, size, streamed, *a_args, *b_args),
-            (src, dst, src_slots, dst_slots, a_bases, b_bases), max(src.page_size, dst.page_size),
+            kernel, (), src_slots.shape[0], 2 * count * a.row_bytes,
+            (
+                *slots, count, a_uniform and b_uniform, pieces, size, streamed,
+                a_bases.buffer_info()[0], *a_args, b_bases.buffer_info()[0], *b_args,
+            ),
+            max(src.page_size, dst.page_size),
         )  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def _side(pool: KVPool, plane: Plane, which: slice, size: int) -> tuple[array[in
     step = bases[1] - bases[0] if len(bases) > 1 else 0
     piece = plane.chunk_stride if plane.chunks > 1 else size
     place = (plane.page_stride, plane.token_stride, step, piece)
-    args = (bases.buffer_info()[0], pool.num_slots, pool.page_size, *place)
+    args = (pool.num_slots, pool.page_size, *place)
     return bases, args, isinstance(pool.k, Tensor) or len(bases) == 1
 
 

@@ -46,6 +46,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 kernel = Kernel(
     _kernel,
     "i64 int int *x int int int int *x int int int u8 bool int int u8 int int int int float u8 int int int int float",
+    shared=True,
 )
 
 
@@ -63,12 +64,11 @@ def kv_write(
     n, heads, dim = k.shape
     page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     run(
-        kernel(FORMAT[k.dtype]), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
+        kernel, (FORMAT[k.dtype],), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
         (
             k.data_ptr(), k.stride(0), k.stride(1), heads, dim, v.data_ptr(), v.stride(0), v.stride(1), v.shape[2],
             *index(slots), k_cache.shape[0] * page, page, *_cache(k_cache, k_scale), *_cache(v_cache, v_scale),
         ),
-        (k, v, k_cache, v_cache, slots),
     )  # fmt: skip
 
 

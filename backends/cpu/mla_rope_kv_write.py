@@ -36,14 +36,13 @@ def mla_rope_kv_write(
     max_positions, rotary = cos_sin_cache.shape
     num_slots, page, to_rope, to_lora = joint(kv_cache, lora, kv_scale)
     run(
-        kernel(FORMAT[q_rope.dtype]), n, 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora),
+        kernel, (FORMAT[q_rope.dtype],), n, 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora),
         (
             q_rope.data_ptr(), q_rope.stride(0), q_rope.stride(1), q_heads, k_rope.data_ptr(), k_rope.stride(0), 0, 1,
             rope, kv_lora.data_ptr(), kv_lora.stride(0), 0, lora, cos_sin_cache.data_ptr(),
             cos_sin_cache.dtype is torch.float32, max_positions, rotary, *index(positions), *index(slots), num_slots,
             page, *to_rope, *to_lora, interleaved, write_k,
         ),
-        (q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots),
     )  # fmt: skip
 
 

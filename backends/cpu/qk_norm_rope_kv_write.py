@@ -146,6 +146,7 @@ kernel = Kernel(
     _kernel,
     "i64 int int  *x int int int *x int int int int *x int int int *w *w float  u8 bool int int u8 bool "
     "u8 bool int int  u8 int int int int float u8 int int int int float  bool bool",
+    shared=True,
 )
 
 
@@ -190,14 +191,13 @@ def qk_norm_rope_kv_write(
         slot_args = (*index(slots), k_cache.shape[0] * page, page)
         k_to, v_to = _cache(k_cache, k_scale), _cache(v_cache, v_scale)
     run(
-        kernel(FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
+        kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
         (
             q.data_ptr(), q.stride(0), q.stride(1), q_heads, k.data_ptr(), k.stride(0), k.stride(1), kv_heads, dim,
             *v_args, q_weight.data_ptr(), k_weight.data_ptr(), float(eps),
             cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
             *index(positions), *slot_args, *k_to, *v_to, interleaved, write_k,
         ),
-        (q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots),
     )  # fmt: skip
 
 

@@ -309,6 +309,7 @@ kernel = Kernel(
     _kernel,
     "i64 int int  *x int int int *x int int int int *x int int int  u8 bool int int u8 bool u8 bool int int "
     "u8 int int int int float u8 int int int int float  bool bool",
+    shared=True,
 )
 NONE = (0, SAME, 0, 0, 0, 1.0)
 
@@ -342,13 +343,12 @@ def rope_kv_write(
         slot_args = (slots.data_ptr(), slots.dtype is torch.int64, k_cache.shape[0] * page, page)
         k_to, v_to = _cache(k_cache, k_scale), _cache(v_cache, v_scale)
     run(
-        kernel(FORMAT[q.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
+        kernel, (FORMAT[q.dtype],), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
         (
             q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim, *v_args,
             cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
             positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to, interleaved, write_k,
         ),
-        (q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots),
     )  # fmt: skip
 
 

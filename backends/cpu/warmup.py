@@ -54,4 +54,9 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
         if op in OPS:
             kernel, found = variants(op)
             for variant in found:
-                kernel(*variant)
+                kernel.warm(*variant)
+            if kernel.shared:
+                from hal.backends.cpu import _pool
+
+                _pool.serve()
+                _pool.share()

@@ -34,8 +34,8 @@ def test_shared_out_it_gives_the_same_bits(op: str, monkeypatch: pytest.MonkeyPa
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        monkeypatch.setattr(_pool, "WAKE", 64)
-        monkeypatch.setattr(_pool, "GRAIN", 64)
+        for bytes_ in ("SHARE", "WAKE", "GRAIN"):
+            monkeypatch.setattr(_pool, bytes_, 64)
         assert torch.equal(alone, run())
     finally:
         torch.set_num_threads(before)

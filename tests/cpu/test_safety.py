@@ -16,7 +16,7 @@ import torch
 torch.set_num_threads(threads)
 if threads > 1:
     import hal.backends.cpu._pool as pool
-    pool.WAKE = pool.GRAIN = 64  # so that small samples are shared out as well
+    pool.SHARE = pool.WAKE = pool.GRAIN = 64  # so that small samples are shared out as well
 for op, sample in samples():
     print(op, sample, flush=True)  # the last line names the culprit
     keep = []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from array import array
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ import torch
 from cpu.cases import judge, ours
 
 import hal.backends.cpu._pool as pool
+from hal.backends.cpu._bits import peek, shift, store, take
+from hal.backends.cpu._jit import Kernel
 from hal.ops import spec
 
 
@@ -41,12 +46,19 @@ def _transfer(seed: int = 0) -> None:
     judge("kv_transfer", lambda a: ours("kv_transfer")(**a), lambda: s.make(seed=seed, **params))
 
 
+def _share_more() -> None:
+    """So that inputs are large enough which do not take long to judge."""
+    torch.set_num_threads(2)
+    pool.SHARE, pool.WAKE = 1 << 19, 1 << 20
+
+
 @pytest.fixture(autouse=True)
 def _two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    before = torch.get_num_threads(), pool.SHARE, pool.WAKE
+    _share_more()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(before[0])
+    pool.SHARE, pool.WAKE = before[1:]
 
 
 def test_a_large_call_wakes_the_pool() -> None:
@@ -65,55 +77,141 @@ def test_a_small_call_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPatc
     ours("rope_kv_write")(**spec("rope_kv_write").make(n=300, slots=512, q_heads=32, head_dim=128))
 
 
+ITEMS, SIZE = 1000, pool.GRAIN
+assert ITEMS * SIZE > pool.WAKE
+
+
+def _counts(counter, grain, items, seen, threads, expected):  # type: ignore[no-untyped-def]
+    """Each item counts itself; a thread that arrives waits, but not for ever, until so many have."""
+    take(threads, 1)
+    left = 1 << 27
+    while left and peek(threads) < expected:
+        left -= 1
+    begin = take(counter, grain) if grain else 0
+    while begin < items:
+        for i in range(begin, min(begin + grain, items) if grain else items):
+            take(shift(seen, i), 1)
+        begin = take(counter, grain) if grain else items
+
+
+def _second_fails(counter, grain, items, threads):  # type: ignore[no-untyped-def]
+    me = take(threads, 1)
+    while grain and peek(threads) < 2:
+        pass
+    if me:
+        raise MemoryError
+    while grain and take(counter, grain) < items:
+        pass
+
+
+def _turns(counter, grain, items, out):  # type: ignore[no-untyped-def]
+    begin = take(counter, grain) if grain else 0
+    while begin < items:
+        store(out, 0, grain)
+        begin = take(counter, grain) if grain else items
+
+
+counts = Kernel(_counts, "i64 int int i64 i64 int", shared=True)
+second_fails = Kernel(_second_fails, "i64 int int i64", shared=True)
+turns = Kernel(_turns, "i64 int int i64", shared=True)
+
+
+def _count(expected: int, size: int = SIZE) -> tuple[set[int], int]:
+    """How often items were done, and how many threads came."""
+    seen, threads = array("q", bytes(8 * ITEMS)), array("q", [0])
+    pool.run(counts, (), ITEMS, size, (seen.buffer_info()[0], threads.buffer_info()[0], expected))
+    return set(seen), threads[0]
+
+
+def _sleeping() -> pool._Pool:
+    """The pool, with a helper that sleeps."""
+    _count(2)
+    end = time.monotonic() + 30
+    while pool._pool.awake:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return pool._pool
+
+
 def test_every_item_once_whoever_takes_it() -> None:
-    """A kernel in Python that counts: no item is left out or done twice, and both threads are in it together."""
-    lock, both, seen, who = threading.Lock(), threading.Barrier(2, timeout=30), [], set()
+    for _ in range(50):
+        assert _count(expected=2) == ({1}, 2)
 
-    def kernel(counter: int, grain: int, items: int, *rest: Any) -> None:
-        import ctypes
 
-        both.wait()
-        place = ctypes.c_int64.from_address(counter)
-        while True:
-            with lock:
-                begin, place.value = place.value, place.value + grain
-            if begin >= items:
-                return
-            seen.extend(range(begin, min(begin + grain, items)))
-            who.add(threading.get_ident())
+def test_a_sleeping_helper_wakes_for_a_large_call_alone() -> None:
+    _sleeping()
+    assert _count(expected=1, size=pool.WAKE // ITEMS) == ({1}, 1)
+    assert _count(expected=2) == ({1}, 2)
 
-    pool.run(kernel, 1000, pool.GRAIN // 4, (), None)
-    assert sorted(seen) == list(range(1000))
+
+def test_a_helper_that_is_awake_shares_smaller_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = pool._Pool()
+    monkeypatch.setattr(pool, "_pool", fresh)
+    monkeypatch.setattr(pool, "LOOKS", 1 << 40)  # it never sleeps
+    assert _count(expected=2) == ({1}, 2)
+    assert fresh.awake == 1
+    assert _count(expected=2, size=pool.WAKE // ITEMS) == ({1}, 2)
+    fresh.close()
+    assert fresh.awake == 0
 
 
 def test_turns_are_whole_groups() -> None:
-    grains = []
-    pool.run(lambda counter, grain, items: grains.append(grain), 1000, pool.GRAIN, (), None, together=48)
-    assert grains
-    assert all(g % 48 == 0 and g > 0 for g in grains)
+    grain = array("q", [0])
+    pool.run(turns, (), ITEMS, SIZE, (grain.buffer_info()[0],), together=48)
+    assert grain[0] > 0
+    assert grain[0] % 48 == 0
 
 
 def test_a_helper_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = pool._Pool()
-    monkeypatch.setattr(fresh, "grow", lambda n: None)  # nobody will ever take the job from the queue
+    monkeypatch.setattr(fresh, "grow", lambda n: None)  # nobody will ever take the offer
     monkeypatch.setattr(pool, "_pool", fresh)
-    calls = []
-    pool.run(lambda *a: calls.append(a), 1000, pool.GRAIN, (), None)
-    assert len(calls) == 1
-    assert not fresh.work.get().take()
+    assert _count(expected=1) == ({1}, 1)
+    assert fresh.memory[pool.OFFERS] == 0
 
 
-def test_an_error_in_a_helper_reaches_the_caller() -> None:
-    caller, ready = threading.get_ident(), threading.Event()
+def test_a_helper_needs_no_gil() -> None:
+    """It wakes, works and finishes while another thread holds the GIL, and the caller works."""
+    _sleeping()
+    about_to = threading.Event()
 
-    def kernel(*args: Any) -> None:
-        if threading.get_ident() != caller:
-            ready.set()
-            raise ValueError("in the helper")
-        assert ready.wait(30)
+    def hold() -> None:
+        about_to.set()
+        ctypes.PyDLL(None).usleep(2_000_000)  # a call that keeps the GIL; far longer than a kernel here waits
 
-    with pytest.raises(ValueError, match="in the helper"):
-        pool.run(kernel, 1000, pool.GRAIN, (), None)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    about_to.wait()
+    assert _count(expected=2) == ({1}, 2)
+    holder.join()
+
+
+@pytest.mark.parametrize("threads", [2, 1])
+def test_a_failure_in_any_thread_reaches_the_caller(threads: int) -> None:
+    torch.set_num_threads(threads)
+    arrived = array("q", [2 - threads])
+    with pytest.raises(MemoryError):
+        pool.run(second_fails, (), ITEMS, SIZE, (arrived.buffer_info()[0],))
+    assert _count(expected=threads) == ({1}, threads)
+
+
+def test_without_files_or_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(pool, "_pool", pool._Pool())
+    monkeypatch.setattr(pool.os, "pipe", none)
+    assert _count(expected=1) == ({1}, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(pool, "_pool", pool._Pool())
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread"))
+    )
+    assert _count(expected=1) == ({1}, 1)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_four_threads_at_once() -> None:
@@ -157,7 +255,7 @@ def test_two_threads_then_fork_then_a_call_in_the_child() -> None:
 
 
 def _worker(seed: int) -> int:
-    torch.set_num_threads(2)
+    _share_more()
     _rope(seed)
     _transfer(seed)
     return len(pool._pool.threads)
