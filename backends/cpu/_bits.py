@@ -302,6 +302,44 @@ def invoke(typingctx: Any, address: Any, block: Any) -> Any:
     return types.boolean(types.int64, POINTER["i64"]), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def in_team(typingctx: Any, parallel: Any, threads: Any, address: Any, block: Any) -> Any:
+    """`invoke` in each of so many threads at once, by OpenMP: `parallel` is where its ``GOMP_parallel`` lies.
+
+    That takes a function of one pointer in C's calling convention; it is made here, and given these three words.
+    """
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        raw, words = I8.as_pointer(), ir.ArrayType(I64, 3)
+        convention, kind = context.call_conv, (POINTER["i64"],)
+        body = ir.Function(b.module, ir.FunctionType(ir.VoidType(), [raw]), f"{b.function.name}.in_team")
+        body.linkage = "internal"
+        inner = ir.IRBuilder(body.append_basic_block())
+        given = inner.bitcast(body.args[0], words.as_pointer())
+        at = [inner.gep(given, [I32(0), I32(i)]) for i in range(3)]
+        target = inner.inttoptr(
+            inner.load(at[0]), convention.get_function_type(types.boolean, kind).as_pointer()
+        )
+        argument = inner.inttoptr(inner.load(at[1]), I64.as_pointer())
+        _, failed = convention.call_function(inner, target, types.boolean, kind, [argument])
+        with inner.if_then(failed):
+            inner.store(I64(1), at[2])
+        inner.ret_void()
+
+        mine = cgutils.alloca_once(b, words)
+        places = [b.gep(mine, [I32(0), I32(i)]) for i in range(3)]
+        for place, value in zip(places, (args[2], b.ptrtoint(args[3], I64), I64(0)), strict=True):
+            b.store(value, place)
+        start = ir.FunctionType(ir.VoidType(), [body.type, raw, I32, I32])
+        b.call(
+            b.inttoptr(args[0], start.as_pointer()),
+            [body, b.bitcast(mine, raw), b.trunc(args[1], I32), I32(0)],
+        )
+        return b.icmp_signed("!=", b.load(places[2]), I64(0))
+
+    return types.boolean(types.int64, types.int64, types.int64, POINTER["i64"]), codegen
+
+
 # --- conversions, as LLVM IR: of one element, or of a vector of them ---------------------------------
 
 

@@ -1,32 +1,52 @@
-"""A small pool of threads that share one kernel call.
+"""Several threads share one kernel call.
 
-The kernels are serial; several threads run the same call and take turns at a shared counter. The caller works too
-and never waits for a helper that has not begun, so a busy machine, or a pool that another thread is using,
-costs nothing but the help. A helper's whole life is one native call without the GIL: Python threads that keep an engine
-busy never delay it. After a call it looks for the next one for a while before it sleeps, since waking it costs
-the caller a system call, and the helper its way back to a processor. numba's own ``parallel=True`` is no choice
-here: its threads kill a forked child (omp) or abort when two threads call (workqueue).
+The kernels are serial; the threads run the same call and take turns at a shared counter. None of them needs the GIL:
+Python threads that keep an engine busy never delay it.
+
+Whose threads? torch's own, where it has them by OpenMP: between two torch operators they spin, on the very
+processors that ours would need, and they begin at once. That is one call of the OpenMP runtime that torch is linked to,
+with as many threads as torch uses, for another number would make the runtime end some and start them again. A forked
+child has none of them and must not ask; there, and where torch has other threads, a small pool of our own serves.
+numba's ``parallel=True`` is no choice: it kills a forked child (omp) or aborts when two threads call (workqueue).
+
+In our own pool the caller never waits for a helper that has not begun. After a call a helper looks for the next one for
+a while before it sleeps: waking it costs the caller a system call, and the helper its way back to a processor.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 from array import array
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hal.backends.cpu._bits import address, claim, invoke, load, peek, shift, store, swap, take, types, view
+from hal.backends.cpu._bits import (
+    address,
+    claim,
+    in_team,
+    invoke,
+    load,
+    peek,
+    shift,
+    store,
+    swap,
+    take,
+    types,
+    view,
+)
 from hal.backends.cpu._jit import Kernel
 
-WAKE = 1 << 22
-"""Bytes that a call must move to wake a helper that sleeps: some 150 us of work, twice what that costs."""
-
 SHARE = 1 << 20
-"""Bytes that a call must move to be shared with helpers that are awake."""
+"""Bytes that a call must move to be shared: some 40 us of work."""
+
+WAKE = 1 << 22
+"""Bytes that a call must move to wake a helper of our own that sleeps: some 150 us of work, twice what that costs."""
 
 GRAIN = 1 << 17
 """Bytes that one turn at the counter should move."""
@@ -87,12 +107,33 @@ def _share(box, bell, kernel, block, helpers, wake):  # type: ignore[no-untyped-
     return failed or load(box, FAILED) != 0
 
 
+def _team(parallel, threads, kernel, block):  # type: ignore[no-untyped-def]
+    """Runs a call in so many threads of OpenMP. Whether it failed."""
+    return in_team(parallel, threads, kernel, view(block, "i64"))
+
+
 serve = Kernel(_serve, "i64 int int")
 share = Kernel(_share, "i64 int int int int bool")
+team = Kernel(_team, "int int int int")
+
+
+def _openmp() -> int:
+    """Where ``GOMP_parallel`` lies in the OpenMP runtime that torch's threads are from; 0: they are from elsewhere."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return 0
+    for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        with suppress(
+            OSError, AttributeError
+        ):  # a symbol of a library is looked for in those it needs as well
+            return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value or 0
+    return 0
+
+
+openmp = _openmp()
 
 
 class _Pool:
-    """The threads of one process."""
+    """Our own threads of one process."""
 
     def __init__(self) -> None:
         self.memory = array("q", bytes(8 * 64))
@@ -106,6 +147,19 @@ class _Pool:
     def awake(self) -> int:
         """How many helpers look for a call."""
         return self.memory[AWAKE]
+
+    def helpers(self, n: int, wake: bool) -> int:
+        """How many of n helpers a call may have, those that sleep only if they are to `wake`. Some: it has `busy` then.
+
+        A call that finds it taken gets none: waiting for them would take longer than doing without.
+        """
+        if not wake:
+            n = min(n, self.awake)
+        if n <= 0 or self.closed or not self.busy.acquire(blocking=False):
+            return 0
+        if len(self.threads) < n:
+            self.grow(n)
+        return n
 
     def grow(self, n: int) -> None:
         with self.growing:
@@ -149,7 +203,8 @@ _pool = _Pool()
 
 
 def _after_fork() -> None:
-    global _pool
+    global _pool, openmp
+    openmp = 0
     _pool.leave()
     _pool = _Pool()
 
@@ -161,7 +216,7 @@ atexit.register(lambda: _pool.close())
 def run(
     kernel: Kernel, variant: tuple[str, ...], items: int, size: int, args: tuple[Any, ...], together: int = 1
 ) -> None:
-    """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in helper threads as well.
+    """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in other threads as well.
 
     Args:
         kernel, variant: it takes turns of `grain` items at the int64 that `counter` points to, or, where grain is 0,
@@ -172,25 +227,26 @@ def run(
     Raises:
         MemoryError: a kernel had none for what it needs beside its arguments.
     """
-    n, pool = 0, _pool
+    threads, pool = 1, _pool
     if items * size > SHARE:
         threads = torch.get_num_threads()
         grain = max(GRAIN // max(1, size), items // (TURNS * threads), 1)
         grain = -(-grain // together) * together
-        n = min(threads, -(-items // grain)) - 1
-        if items * size <= WAKE:
-            n = min(n, pool.awake)
-    # Held by another call, it has the helpers; waiting for them would take longer than doing without.
-    if n <= 0 or pool.closed or not pool.busy.acquire(blocking=False):
+        if grain >= items or (openmp and items * size < threads * GRAIN):
+            threads = 1
+    if threads > 1 and openmp:
+        counter = array("q", [0])
+        where, block = kernel.block(variant, (counter.buffer_info()[0], grain, items, *args))
+        failed = team()(openmp, threads, where, block.buffer_info()[0])
+    elif threads > 1 and (helpers := pool.helpers(min(threads, -(-items // grain)) - 1, items * size > WAKE)):
+        try:
+            pool.memory[COUNTER] = 0
+            where, block = kernel.block(variant, (pool.box + 8 * COUNTER, grain, items, *args))
+            failed = share()(pool.box, pool.bell, where, block.buffer_info()[0], helpers, items * size > WAKE)
+        finally:
+            pool.busy.release()
+    else:
         kernel(*variant)(0, 0, items, *args)
         return
-    try:
-        if len(pool.threads) < n:
-            pool.grow(n)
-        pool.memory[COUNTER] = 0
-        where, block = kernel.block(variant, (pool.box + 8 * COUNTER, grain, items, *args))
-        failed = share()(pool.box, pool.bell, where, block.buffer_info()[0], n, items * size > WAKE)
-    finally:
-        pool.busy.release()
     if failed:
         raise MemoryError(f"kernel {kernel.fn.__module__}")

@@ -58,5 +58,5 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
             if kernel.shared:
                 from hal.backends.cpu import _pool
 
-                _pool.serve()
-                _pool.share()
+                for native in (_pool.team, _pool.serve, _pool.share):
+                    native()

@@ -16,7 +16,7 @@ OPS = ("decode_attention", "extend_attention")
 ATTENTION = f"import cpu.cases\ncpu.cases.OPS = {OPS}\n"
 
 
-@pytest.mark.parametrize(("side", "threads"), [("left", "1"), ("right", "2")])
+@pytest.mark.parametrize(("side", "threads"), [("left", "one"), ("right", "torch's"), ("left", "ours")])
 def test_all_samples_between_guard_pages(side: str, threads: str) -> None:
     done = _child(ATTENTION + CHILD, side, threads)
     assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr[-2000:])

@@ -11,12 +11,14 @@ import pytest
 CHILD = """
 import sys
 from cpu.cases import guarded_args, judge, make, ours, samples
-side, threads = sys.argv[1] == "right", int(sys.argv[2])
+side, threads = sys.argv[1] == "right", sys.argv[2]
 import torch
-torch.set_num_threads(threads)
-if threads > 1:
-    import hal.backends.cpu._pool as pool
+torch.set_num_threads(1 if threads == "one" else 2)
+import hal.backends.cpu._pool as pool
+if threads != "one":
     pool.SHARE = pool.WAKE = pool.GRAIN = 64  # so that small samples are shared out as well
+if threads == "ours":
+    pool.openmp = 0
 for op, sample in samples():
     print(op, sample, flush=True)  # the last line names the culprit
     keep = []
@@ -59,7 +61,7 @@ def _child(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", ["one", "torch's", "ours"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_all_samples_between_guard_pages(side: str, threads: str) -> None:
     done = _child(CHILD, side, threads)

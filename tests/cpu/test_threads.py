@@ -61,17 +61,45 @@ def _two_threads() -> Any:
     pool.SHARE, pool.WAKE = before[1:]
 
 
+@pytest.fixture
+def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own threads, and none of them yet."""
+    monkeypatch.setattr(pool, "openmp", 0)
+    monkeypatch.setattr(pool, "_pool", fresh := pool._Pool())
+    yield
+    fresh.close()
+
+
+@pytest.fixture(params=["torch's threads", "ours"])
+def _either(request: pytest.FixtureRequest) -> None:
+    if request.param == "ours":
+        request.getfixturevalue("_ours")
+    elif not pool.openmp:
+        pytest.skip("this torch has no OpenMP")
+
+
+ours_alone, either = pytest.mark.usefixtures("_ours"), pytest.mark.usefixtures("_either")
+
+
+def test_large_calls_take_torchs_threads_where_those_are_openmps() -> None:
+    assert bool(pool.openmp) == ("ATen parallel backend: OpenMP" in torch.__config__.parallel_info())
+    assert _count(expected=2) == ({1}, 2)
+    assert bool(pool._pool.threads) == (not pool.openmp)
+
+
+@ours_alone
 def test_a_large_call_wakes_the_pool() -> None:
     _rope()
     assert pool._pool.threads
 
 
 def test_a_small_call_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(self: Any, n: int) -> None:
+    def never(*args: Any) -> None:
         raise AssertionError("a thread was asked for")
 
     monkeypatch.setattr(pool, "_pool", pool._Pool())
     monkeypatch.setattr(pool._Pool, "grow", never)
+    monkeypatch.setattr(pool, "team", never)
     ours("rope_kv_write")(**spec("rope_kv_write").make(n=2))
     torch.set_num_threads(1)
     ours("rope_kv_write")(**spec("rope_kv_write").make(n=300, slots=512, q_heads=32, head_dim=128))
@@ -133,28 +161,30 @@ def _sleeping() -> pool._Pool:
     return pool._pool
 
 
+@either
 def test_every_item_once_whoever_takes_it() -> None:
     for _ in range(50):
         assert _count(expected=2) == ({1}, 2)
 
 
+@ours_alone
 def test_a_sleeping_helper_wakes_for_a_large_call_alone() -> None:
     _sleeping()
     assert _count(expected=1, size=pool.WAKE // ITEMS) == ({1}, 1)
     assert _count(expected=2) == ({1}, 2)
 
 
+@ours_alone
 def test_a_helper_that_is_awake_shares_smaller_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = pool._Pool()
-    monkeypatch.setattr(pool, "_pool", fresh)
     monkeypatch.setattr(pool, "LOOKS", 1 << 40)  # it never sleeps
     assert _count(expected=2) == ({1}, 2)
-    assert fresh.awake == 1
+    assert pool._pool.awake == 1
     assert _count(expected=2, size=pool.WAKE // ITEMS) == ({1}, 2)
-    fresh.close()
-    assert fresh.awake == 0
+    pool._pool.close()
+    assert pool._pool.awake == 0
 
 
+@either
 def test_turns_are_whole_groups() -> None:
     grain = array("q", [0])
     pool.run(turns, (), ITEMS, SIZE, (grain.buffer_info()[0],), together=48)
@@ -162,17 +192,18 @@ def test_turns_are_whole_groups() -> None:
     assert grain[0] % 48 == 0
 
 
+@ours_alone
 def test_a_helper_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = pool._Pool()
-    monkeypatch.setattr(fresh, "grow", lambda n: None)  # nobody will ever take the offer
-    monkeypatch.setattr(pool, "_pool", fresh)
+    monkeypatch.setattr(pool._pool, "grow", lambda n: None)  # nobody will ever take the offer
     assert _count(expected=1) == ({1}, 1)
-    assert fresh.memory[pool.OFFERS] == 0
+    assert pool._pool.memory[pool.OFFERS] == 0
 
 
+@either
 def test_a_helper_needs_no_gil() -> None:
     """It wakes, works and finishes while another thread holds the GIL, and the caller works."""
-    _sleeping()
+    if not pool.openmp:
+        _sleeping()
     about_to = threading.Event()
 
     def hold() -> None:
@@ -186,6 +217,7 @@ def test_a_helper_needs_no_gil() -> None:
     holder.join()
 
 
+@either
 @pytest.mark.parametrize("threads", [2, 1])
 def test_a_failure_in_any_thread_reaches_the_caller(threads: int) -> None:
     torch.set_num_threads(threads)
@@ -195,15 +227,14 @@ def test_a_failure_in_any_thread_reaches_the_caller(threads: int) -> None:
     assert _count(expected=threads) == ({1}, threads)
 
 
+@ours_alone
 def test_without_files_or_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*args: Any) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(pool, "_pool", pool._Pool())
-    monkeypatch.setattr(pool.os, "pipe", none)
-    assert _count(expected=1) == ({1}, 1)
-    monkeypatch.undo()
-    monkeypatch.setattr(pool, "_pool", pool._Pool())
+    with monkeypatch.context() as m:
+        m.setattr(pool.os, "pipe", none)
+        assert _count(expected=1) == ({1}, 1)
     monkeypatch.setattr(
         threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread"))
     )
@@ -214,6 +245,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+@either
 def test_four_threads_at_once() -> None:
     failed: list[str] = []
 
@@ -233,9 +265,10 @@ def test_four_threads_at_once() -> None:
     assert not failed, failed[0]
 
 
+@either
 def test_two_threads_then_fork_then_a_call_in_the_child() -> None:
     test_four_threads_at_once()
-    assert pool._pool.threads
+    assert pool.openmp or pool._pool.threads
     # Made, and judged, here: torch's own OpenMP threads do not survive a fork, so that its larger ops hang.
     rope, s = ours("rope_kv_write"), spec("rope_kv_write")
     args, right = ({**s.make(n=300, slots=512, q_heads=8, kv_heads=2, head_dim=128)} for _ in range(2))
@@ -243,6 +276,7 @@ def test_two_threads_then_fork_then_a_call_in_the_child() -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            assert not pool.openmp
             assert not pool._pool.threads
             rope(**args)
             same = bytes(args["k_cache"].untyped_storage()) == bytes(right["k_cache"].untyped_storage())
@@ -254,18 +288,19 @@ def test_two_threads_then_fork_then_a_call_in_the_child() -> None:
     _rope()
 
 
-def _worker(seed: int) -> int:
+def _worker(seed: int) -> bool:
     _share_more()
     _rope(seed)
     _transfer(seed)
-    return len(pool._pool.threads)
+    return _count(expected=2) == ({1}, 2)
 
 
 def test_spawned_workers() -> None:
     with multiprocessing.get_context("spawn").Pool(2) as workers:
-        assert workers.map(_worker, range(4)) == [1] * 4
+        assert workers.map(_worker, range(4)) == [True] * 4
 
 
+@either
 def test_under_asyncio() -> None:
     async def main() -> None:
         _rope()
@@ -274,9 +309,12 @@ def test_under_asyncio() -> None:
     asyncio.run(main())
 
 
-def test_a_process_that_used_the_pool_exits_cleanly() -> None:
-    script = """
+@pytest.mark.parametrize("whose", ["", "hal.backends.cpu._pool.openmp = 0"])
+def test_a_process_that_used_the_pool_exits_cleanly(whose: str) -> None:
+    script = f"""
 import torch
+import hal.backends.cpu._pool
+{whose}
 torch.set_num_threads(4)
 from hal.ops import spec
 from hal.backends.cpu.rope_kv_write import rope_kv_write
@@ -284,7 +322,7 @@ a = spec("rope_kv_write").make(n=2000, slots=2048, q_heads=8, kv_heads=2, head_d
 for _ in range(20):
     rope_kv_write(**a)
 """
-    for _ in range(5):
+    for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
         )
