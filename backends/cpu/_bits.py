@@ -79,6 +79,12 @@ class Pointer(types.Type):  # type: ignore[misc]
 POINTER = {kind: Pointer(kind) for kind in FORMATS}
 
 
+def typed(words: list[str]) -> list[Any]:
+    """The types that words name: ``int``, ``float``, ``bool``, and formats for pointers."""
+    scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
+    return [scalars.get(w) or POINTER[w] for w in words]
+
+
 @register_model(Pointer)
 class _PointerModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Pointer) -> None:
@@ -266,8 +272,7 @@ def spread(typingctx: Any, block: Any, words: Any) -> Any:
     """
     if not isinstance(words, types.StringLiteral):
         raise TypingError("the types must be a literal")
-    scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
-    kinds = [scalars.get(w) or POINTER[w] for w in words.literal_value.split()]
+    kinds = typed(words.literal_value.split())
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         values = []

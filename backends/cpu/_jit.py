@@ -23,7 +23,7 @@ import llvmlite
 import numba
 
 from hal import _env
-from hal.backends.cpu._bits import POINTER, spread
+from hal.backends.cpu._bits import POINTER, spread, typed
 
 _lock = threading.Lock()
 
@@ -68,8 +68,6 @@ def _alone() -> Iterator[None]:
 inline = numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")
 """For functions that kernels call. Contraction is all that fastmath may do here: it keeps NaN and Inf."""
 
-
-SCALARS = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
 words_ = ""  # in the globals of each copy of `_from_block`, where numba takes it for a literal
 
 
@@ -91,9 +89,8 @@ class _Block:
         with _lock, _alone():
             if words not in self.addresses:
                 fn = FunctionType(_from_block.__code__, {**globals(), "words_": words})
-                fn.__qualname__ = (
-                    "block_" + hashlib.sha256(words.encode()).hexdigest()[:16]
-                )  # names the cache's file
+                # numba names the file in its cache after it.
+                fn.__qualname__ = "block_" + hashlib.sha256(words.encode()).hexdigest()[:16]
                 dispatcher = _cached(fn)
                 dispatcher.compile((POINTER["i64"],))
                 self.addresses[words] = _lies(dispatcher.overloads[(POINTER["i64"],)])
@@ -152,8 +149,7 @@ class Kernel:
         return [given.get(t, t) for t in self.types]
 
     def _signature(self, variant: tuple[str, ...]) -> tuple[Any, ...]:
-        scalars = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
-        return tuple(scalars[w] if w in scalars else POINTER[w] for w in self._words(variant))
+        return tuple(typed(self._words(variant)))
 
     def _compile(self, variant: tuple[str, ...]) -> Any:
         signature = self._signature(variant)

@@ -122,9 +122,8 @@ def _openmp() -> int:
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return 0
     for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
-        with suppress(
-            OSError, AttributeError
-        ):  # a symbol of a library is looked for in those it needs as well
+        # A symbol is looked for in the library and in those that it needs.
+        with suppress(OSError, AttributeError):
             return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value or 0
     return 0
 
