@@ -60,7 +60,8 @@ def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert run(monkeypatch, "explain", "-h") == 0
     assert "hal explain rope_kv_write" in capsys.readouterr().out
     assert run(monkeypatch, "nothing") == 2
-    assert run(monkeypatch) == 2
+    assert run(monkeypatch) in (0, 2)  # 0 by click before 8.2
+    assert "explain" in "".join(capsys.readouterr())
 
 
 def test_info(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

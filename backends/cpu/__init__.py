@@ -23,7 +23,7 @@ def hal_backend() -> Backend:
                 "qk_norm_rope_kv_write", "kv_move",
             )
         },
-        requires=("numba>=0.61",),
+        requires=("numba>=0.62.1",),
         extra="cpu",
         probe="hal.backends.cpu.warmup:probe",
         limits={"device": "tensors are in host memory"},

@@ -17,7 +17,7 @@ import platform
 import subprocess
 import traceback
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def machine(device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {n: version(n) for n in ("torch", "numba", "llvmlite", "triton", "numpy", "hal-kernels")},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
     }
 

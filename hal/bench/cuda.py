@@ -620,7 +620,7 @@ def tables(quick: bool = False) -> dict[str, Any]:
     return {
         "device": properties.name, "multiprocessors": properties.multi_processor_count, "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "launcher": status(), "peers": peers.available(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "copy_gbs": copy_gbs(), "rows": rows,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "copy_gbs": copy_gbs(), "rows": rows,
     }  # fmt: skip
 
 
