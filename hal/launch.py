@@ -80,26 +80,32 @@ if _INTERPRET:
 @overload
 def jit(fn: Callable[..., Any]) -> Kernel: ...
 @overload
-def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(
-    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()
+    *, do_not_specialize: Sequence[str] = (), gluon: bool = False
+) -> Callable[[Callable[..., Any]], Kernel]: ...
+def jit(
+    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = (), gluon: bool = False
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
     """Make a `Kernel` of a plain Triton function.
 
     Args:
         fn: the function, when used without arguments.
         do_not_specialize: parameters whose alignment or divisibility must not choose another binary.
+        gluon: the function is written in Gluon, which only devices and `hal inspect` understand.
     """
     if fn is None:
-        return lambda f: Kernel(f, tuple(do_not_specialize))
-    return Kernel(fn, tuple(do_not_specialize))
+        return lambda f: Kernel(f, tuple(do_not_specialize), gluon)
+    return Kernel(fn, tuple(do_not_specialize), gluon)
 
 
 class Kernel:
     """A Triton kernel and all its compiled forms. Made by `jit`; called as ``kernel(grid, *args, **static)``."""
 
-    def __init__(self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...]) -> None:
-        self.jit = triton.jit(fn, do_not_specialize=list(do_not_specialize))
+    def __init__(
+        self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False
+    ) -> None:
+        jit = importlib.import_module("triton.experimental.gluon").jit if gluon else triton.jit
+        self.jit = jit(fn, do_not_specialize=list(do_not_specialize))
         self.name = fn.__name__
         self.fn = fn
         self.params = _params(fn, do_not_specialize)

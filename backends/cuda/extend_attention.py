@@ -6,6 +6,8 @@ of a tile's tokens see go without a mask; the diagonal and the window's edge fol
 bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,12 @@ BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
+HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
+"""(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
+
+
+MOST = 2**31 - 2**10
+"""Tokens, and entries of kv_indices: those of a tile past the last are still an int32."""
 
 
 @triton.jit
@@ -235,30 +243,57 @@ def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tupl
     return {80: (128, 64, 8, 3), 90: (128, 64, 8, 5)}.get(arch, (64, 32, 8, 3))
 
 
+def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
+    """Whether the kernel for Hopper takes them: 16 bits, heads that it has a tile for, rows of whole 16 bytes."""
+    return (
+        launch.lane() in ("device", "recorded")
+        and arch(q.get_device()) == 90
+        and q.dtype.itemsize == 2
+        and q.dtype == k_cache.dtype
+        and (q.shape[2], v_cache.shape[-1]) in HOPPER
+        and unit >= 8
+        and not shared
+    )
+
+
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, causal: bool, window: bool, cap: bool,
-    k_scale: object, v_scale: object, shared: bool,
+    k_scale: object, v_scale: object, shared: bool, plain: bool,
 ) -> tuple[launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
-    m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
-    heads = min(group, m)
-    blocks = kv_heads * -(-group // heads)
     k_page, kc = _attention.paging(k_cache)
     v_page, vc = _attention.paging(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
     strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
     unit = _attention.unit_of(strides)
-    d0, d1 = _attention.parts(dim)
     on = pdl(device)
-    run = extend_attention_kernel.bind(
-        Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, HEADS=heads, TOKENS=m // heads, M=m, N=n, D=dim, D0=d0, D1=d1,
-        DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)), K_PAGE=k_page, V_PAGE=v_page, CAUSAL=causal,
-        WINDOW=window, CAP=cap, K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared,
-        LSE=lse is not None, UNIT=unit, STAGES=stages, BLOCK=BLOCK, FEW=FEW, PDL=on, launch_pdl=on, num_warps=warps,
-    )  # fmt: skip
+    hopper = plain and k_scale is None and v_scale is None and for_hopper(q, k_cache, v_cache, unit, shared)
+    if hopper:
+        (n, stages), m, warps = HOPPER[dim, v_dim], 128, 4
+        if cap:
+            n, stages = n // 2, 2 * stages
+    else:
+        m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
+    heads = min(group, m)
+    blocks = kv_heads * -(-group // heads)
+    d0, d1 = _attention.parts(dim)
+    same: dict[str, Any] = {
+        "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "HEADS": heads, "TOKENS": m // heads, "N": n,
+        "K_PAGE": k_page, "V_PAGE": v_page, "CAUSAL": causal, "WINDOW": window, "CAP": cap, "LSE": lse is not None,
+        "UNIT": unit, "STAGES": stages, "BLOCK": BLOCK, "FEW": FEW, "PDL": on, "launch_pdl": on, "num_warps": warps,
+    }  # fmt: skip
+    if hopper:
+        from hal.backends.cuda.extend_attention_hopper import extend_attention_hopper_kernel
+
+        run = extend_attention_hopper_kernel.bind(**same, D=d0, REST=d1)
+    else:
+        run = extend_attention_kernel.bind(
+            **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)),
+            K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared,
+        )  # fmt: skip
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 
 
@@ -286,23 +321,25 @@ def extend_attention(
     if not n or not bs:
         return out
     nnz = kv_indices.shape[0]
-    if max(n, nnz) >= 2**31:
-        raise ArgumentError("extend_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
+    if max(n, nnz) > MOST:
+        raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
     window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
     num_slots, *inner, _, _ = k_cache.shape
     if inner:
         num_slots *= inner[0]
+    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
+    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
     key = (
         q.get_device(), q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
         v_cache.stride(), out.stride(), lse is None, causal, window, logit_cap > 0, k_scale.__class__,
-        v_scale.__class__, shared,
+        v_scale.__class__, shared, plain,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= 4096:
             _plans.clear()
         plan = _plans[key] = _plan(
-            q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared
+            q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
         )
     run, blocks, tokens, strides = plan
     around = -(-n // tokens) + bs

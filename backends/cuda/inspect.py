@@ -72,10 +72,11 @@ def recorded(arch: int = 90) -> Iterator[list[Call]]:
 
 
 def compile_call(call: Call, arch: int) -> Any:
-    """The Triton kernel that `call` would start on compute capability `arch`."""
+    """The Triton or Gluon kernel that `call` would start on compute capability `arch`."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     bound, args = call
@@ -87,7 +88,8 @@ def compile_call(call: Call, arch: int) -> Any:
     values, specialization, options = binder(*args, **static)
     kwargs = {**static, "debug": False}
     options, signature, constexprs, attrs = jit._pack_args(backend, kwargs, values, specialization, options)
-    return compile(ASTSource(jit, signature, constexprs, attrs), target=target, options=options.__dict__)
+    source = GluonASTSource if jit.is_gluon() else ASTSource
+    return compile(source(jit, signature, constexprs, attrs), target=target, options=options.__dict__)
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:

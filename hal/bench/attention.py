@@ -3,6 +3,7 @@
     python -m hal.bench.attention check     every sample of both contracts, judged by the oracles
     python -m hal.bench.attention decode    device and host time, beside FlashInfer, FA3 and contiguous SDPA
     python -m hal.bench.attention extend
+    python -m hal.bench.attention hopper    extend's kernel for Hopper beside the Triton one, over heads
     python -m hal.bench.attention tune      decode and extend by tile, warps, stages, programs a multiprocessor
 
 Each prints rows as JSON, a line each. Outputs are compared with float64, by the bound of the conformance suite, before
@@ -12,6 +13,7 @@ SDPA is given the same keys contiguously, which no engine has.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -37,22 +39,33 @@ DECODE_TARGET = (1.42, 1.15, 1.11, 1.08, 1.12, 1.20)
 """What of contiguous SDPA's time FA3 takes at these points: ours must take no more."""
 EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 """(bs, new tokens each, prefix each)."""
+HOPPER = (
+    ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)), ((64, 8, 64, 64), *EXTEND[::2]),
+    ((16, 8, 256, 256), *EXTEND[::2]), ((128, 128, 192, 128), (1, 2048, 0)), ((28, 4, 128, 128), EXTEND[1]),
+)  # fmt: skip
+"""Query heads, key/value heads, head_dim, v_head_dim; then as EXTEND."""
 
 
 class Inputs:
     """One batch, its pages spread over a pool."""
 
     def __init__(
-        self, bs: int, new: int, keys: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+        self,
+        bs: int,
+        new: int,
+        keys: int,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
     ) -> None:
         torch.manual_seed(seed)
-        hq, hk, d = HEADS
+        hq, hk, d, dv = self.heads = heads
         pages = -(-keys // PAGE)
         pool = max(bs * pages, 8192)
         self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
         self.q = torch.randn(bs * new, hq, d, device="cuda", dtype=dtype)
         self.k_cache, self.v_cache = (
-            torch.randn(pool, PAGE, hk, d, device="cuda", dtype=dtype) for _ in range(2)
+            torch.randn(pool, PAGE, hk, x, device="cuda", dtype=dtype) for x in (d, dv)
         )
         self.table = torch.randperm(pool, device="cuda")[: bs * pages].view(bs, pages).int()
         slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device="cuda", dtype=torch.int32)
@@ -60,7 +73,8 @@ class Inputs:
         step = torch.arange(bs + 1, device="cuda", dtype=torch.int32)
         self.kv_indptr, self.qo_indptr = step * keys, step * new
         self.lens = torch.full((bs,), keys, device="cuda", dtype=torch.int32)
-        self.out, self.lse = torch.empty_like(self.q), torch.empty(bs * new, hq, device="cuda")
+        self.out = torch.empty(bs * new, hq, dv, device="cuda", dtype=dtype)
+        self.lse = torch.empty(bs * new, hq, device="cuda")
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
         """k and v ``[bs, kv_heads, keys, head_dim]``."""
@@ -165,11 +179,11 @@ class Inputs:
     def check(self, out: Tensor, which: Iterable[int]) -> float:
         """The largest error of some requests' last tokens, in units of the bound."""
         worst = 0.0
-        hq, hk, d = HEADS
+        hq, hk, d, _ = self.heads
         for i in which:
             mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
             k, v = (
-                c.view(-1, hk, d)[mine].double().repeat_interleave(hq // hk, 1)
+                c.view(-1, hk, c.shape[-1])[mine].double().repeat_interleave(hq // hk, 1)
                 for c in (self.k_cache, self.v_cache)
             )
             rows = torch.arange((i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device="cuda")
@@ -240,6 +254,43 @@ def extend_attention(rounds: int = 15) -> list[Row]:
     return _table("extend_attention", [(bs, new, new + prefix) for bs, new, prefix in EXTEND], rounds)
 
 
+def hopper(rounds: int = 9) -> list[Row]:
+    """Rows: heads, batch, device microseconds of both kernels of `extend_attention`, in turn in one run."""
+    from hal.backends.cuda import extend_attention as extend
+
+    rows, usual = [], extend.for_hopper
+    for heads, *cases in HOPPER:
+        for bs, new, prefix in cases:
+            x = Inputs(bs, new, new + prefix, heads=heads)
+            calls: dict[str, Callable[[int], Tensor]] = {}
+            room = {}
+            for name, choice in {"hopper": usual, "triton": lambda *_: False}.items():
+                extend._plans.clear()
+                extend.for_hopper = choice
+                try:
+                    room[name] = x.check(x.ours()(), {0, bs - 1})
+                finally:
+                    extend.for_hopper = usual
+                key, plan = extend._plans.popitem()
+
+                def call(_: int, x: Inputs = x, key: Any = key, plan: Any = plan) -> Tensor:
+                    extend._plans[key] = plan
+                    return x.ours()()
+
+                calls[name] = call
+            times = device_us(calls, 1, per_graph=4, rounds=rounds)
+            work = 4 * bs * new * (new + prefix - (new - 1) / 2) * heads[0] * (heads[2] + heads[3]) / 2
+            rows.append({
+                "op": "extend_attention", "heads": heads, "bs": bs, "new": new, "keys": new + prefix,
+                "device_us": times, "ratio": times["hopper"] / times["triton"], "tflops": work / times["hopper"] / 1e6, "headroom": room,
+            })  # fmt: skip
+            del x, calls
+            gc.collect()
+            torch.cuda.empty_cache()
+    extend._plans.clear()
+    return rows
+
+
 # --- correctness on the device ----------------------------------------------------------------------
 
 
@@ -256,47 +307,49 @@ def _there(value: Any, memo: dict[int, Tensor]) -> Any:
     )
 
 
+def verdict(name: str, args: dict[str, Any]) -> float:
+    """One call through the launcher, then from a captured graph: the error in units of the bound, or AssertionError."""
+    spec = ops.spec(name)
+    fn = getattr(importlib.import_module(f"hal.backends.cuda.{name}"), name)
+    wants = spec.oracle(args)
+    memo: dict[int, Tensor] = {}
+    here = {k: _there(v, memo) for k, v in args.items()}
+    call = functools.partial(fn, **here)
+    worst = 0.0
+    for captured in (False, True):
+        for x in ("out", "lse"):
+            if here[x] is not None:
+                here[x].fill_(torch.nan)
+        result = call()
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = call()
+            result.fill_(torch.nan)
+            graph.replay()
+            graph.replay()
+        torch.cuda.synchronize()
+        for x, want in wants.items():
+            got = (result if x == "return" else here[x]).cpu()
+            bad = ~_judge.right_any(got, want)
+            if bad.any():
+                raise AssertionError(f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}")
+            worst = max(worst, _judge.headroom(got, want))
+    return worst
+
+
 def check(names: Iterable[str] = ("decode_attention", "extend_attention")) -> list[Row]:
     """Every sample through the launchers, twice in a captured graph as well. Rows: op, headroom, failures."""
     rows = []
     for name in names:
-        spec, worst, failed, ran = ops.spec(name), 0.0, [], 0
-        fn = getattr(importlib.import_module(f"hal.backends.cuda.{name}"), name)
-        plain = {p.name for p in spec.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        spec, worst, failed = ops.spec(name), 0.0, []
         for sample in spec.samples:
-            args = spec.make(**sample.params)
-            wants = spec.oracle(args)
-            memo: dict[int, Tensor] = {}
-            here = {k: _there(v, memo) for k, v in args.items()}
-            positional = [v for k, v in here.items() if k not in plain]
-            keyword = {k: here[k] for k in plain}
-            ran += 1
             try:
-                for captured in (False, True):
-                    for x in ("out", "lse"):
-                        if here[x] is not None:
-                            here[x].fill_(torch.nan)
-                    result = fn(*positional, **keyword)
-                    if captured:
-                        torch.cuda.synchronize()
-                        graph = torch.cuda.CUDAGraph()
-                        with torch.cuda.graph(graph):
-                            result = fn(*positional, **keyword)
-                        result.fill_(torch.nan)
-                        graph.replay()
-                        graph.replay()
-                    torch.cuda.synchronize()
-                    for x, want in wants.items():
-                        got = (result if x == "return" else here[x]).cpu()
-                        bad = ~_judge.right_any(got, want)
-                        if bad.any():
-                            raise AssertionError(
-                                f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}"
-                            )
-                        worst = max(worst, _judge.headroom(got, want))
+                worst = max(worst, verdict(name, spec.make(**sample.params)))
             except Exception as e:  # one bad sample must not hide the others
                 failed.append(f"{sample.name}: {type(e).__name__}: {str(e)[:200]}")
-        rows.append({"op": name, "samples": ran, "headroom": worst, "failed": failed})
+        rows.append({"op": name, "samples": len(spec.samples), "headroom": worst, "failed": failed})
     return rows
 
 
@@ -304,7 +357,7 @@ def check(names: Iterable[str] = ("decode_attention", "extend_attention")) -> li
 
 
 def tune() -> list[Row]:
-    """Device microseconds of ours by configuration, at the tables' points."""
+    """Device microseconds of our Triton kernels by configuration, at the tables' points."""
     from hal.backends.cuda import decode_attention as decode
     from hal.backends.cuda import extend_attention as extend
 
@@ -339,7 +392,8 @@ def tune() -> list[Row]:
         del x
         torch.cuda.empty_cache()
     decode.tiles, decode.PER_SM = tiles, per_sm
-    wide = extend.tiles
+    wide, usual = extend.tiles, extend.for_hopper
+    extend.for_hopper = lambda *_: False
     for bs, new, prefix in EXTEND:
         x = Inputs(bs, new, new + prefix)
         for tile in (
@@ -350,13 +404,13 @@ def tune() -> list[Row]:
             time(x, {"op": "extend", "bs": bs, "new": new, "prefix": prefix, "tile": tile})
         del x
         torch.cuda.empty_cache()
-    extend.tiles = wide
+    extend.tiles, extend.for_hopper = wide, usual
     launch.forget()
     return found
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
-    "check": check, "decode": decode_attention, "extend": extend_attention, "tune": tune,
+    "check": check, "decode": decode_attention, "extend": extend_attention, "hopper": hopper, "tune": tune,
 }  # fmt: skip
 
 if __name__ == "__main__":
