@@ -513,7 +513,11 @@ def _grid3(grid: Grid) -> Grid:
 def _used_globals(kernel: Kernel) -> list[Any]:
     """Module globals that the kernel's code reads: Triton compiles their values in."""
     _ = kernel.jit.cache_key
-    return [(name, value, space) for (name, _), (value, space) in kernel.jit.used_global_vals.items()]
+    # Triton keeps copies, which are never the global itself: what the global is now is recognised by identity.
+    return [
+        (name, now if (now := space.get(name)) is not None and now == value else value, space)
+        for (name, _), (value, space) in kernel.jit.used_global_vals.items()
+    ]
 
 
 def _changed(used: list[Any]) -> bool:

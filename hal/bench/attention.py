@@ -282,7 +282,8 @@ def hopper(rounds: int = 9) -> list[Row]:
             work = 4 * bs * new * (new + prefix - (new - 1) / 2) * heads[0] * (heads[2] + heads[3]) / 2
             rows.append({
                 "op": "extend_attention", "heads": heads, "bs": bs, "new": new, "keys": new + prefix,
-                "device_us": times, "ratio": times["hopper"] / times["triton"], "tflops": work / times["hopper"] / 1e6, "headroom": room,
+                "device_us": times, "ratio": times["hopper"] / times["triton"],
+                "tflops": work / times["hopper"] / 1e6, "headroom": room,
             })  # fmt: skip
             del x, calls
             gc.collect()
