@@ -27,7 +27,7 @@ from hal.registry._discover import BUILTIN as BACKENDS
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- ops: written by ci/docs -->\n", "<!-- /ops -->"
 STRIDES = {"contiguous": "contiguous", "inner": "last dim contiguous", "any": "any"}
-_DERIVED = ("op", "bytes", "gbs", "tflops", "target")
+_DERIVED = ("op", "bytes", "gbs", "tflops", "target", "ratio")
 """Fields of a timing that say nothing of its case."""
 SECTIONS = ("Args", "Returns", "Raises", "Example", "Source")
 

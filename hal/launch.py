@@ -513,11 +513,13 @@ def _grid3(grid: Grid) -> Grid:
 def _used_globals(kernel: Kernel) -> list[Any]:
     """Module globals that the kernel's code reads: Triton compiles their values in."""
     _ = kernel.jit.cache_key
-    # Triton keeps copies, which are never the global itself: what the global is now is recognised by identity.
-    return [
-        (name, now if (now := space.get(name)) is not None and now == value else value, space)
-        for (name, _), (value, space) in kernel.jit.used_global_vals.items()
-    ]
+    used = []
+    for (name, _), (value, space) in kernel.jit.used_global_vals.items():
+        now = space.get(name)
+        # Triton keeps copies, and compares them at every launch; a constexpr can be recognised by identity.
+        same = isinstance(now, triton.language.constexpr) and now == value
+        used.append((name, now if same else value, space))
+    return used
 
 
 def _changed(used: list[Any]) -> bool:

@@ -4,12 +4,14 @@ No device is needed: tensors are stand-ins with a pointer, a dtype and a device,
 launcher are recorded. What a stale cache would do shows as a launch of the wrong binary.
 """
 
+import copy
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -288,6 +290,28 @@ def test_moved_internals_fall_back_and_say_so(rig: Rig, monkeypatch: pytest.Monk
         one((1, 1, 1), Pointer(16), Pointer(16), 5, 5)
     assert len(own) == 2
     assert "Triton's own launch" in launch.status()
+
+
+def test_a_constexpr_global_is_known_by_identity_and_a_new_one_noticed() -> None:
+    width = tl.constexpr(3)
+    space: dict[str, Any] = {"WIDTH": width, "TABLE": [1]}
+    jit = types.SimpleNamespace(
+        cache_key="",
+        used_global_vals={
+            ("WIDTH", 0): (copy.copy(width), space),
+            ("TABLE", 0): ([1], space),
+        },
+    )
+    used = launch._used_globals(types.SimpleNamespace(jit=jit))  # type: ignore[arg-type]
+    assert used[0][1] is width
+    assert not launch._changed(used)
+    space["WIDTH"] = tl.constexpr(3)
+    assert not launch._changed(used)
+    space["WIDTH"] = tl.constexpr(4)
+    assert launch._changed(used)
+    space["WIDTH"] = width
+    space["TABLE"].append(2)
+    assert launch._changed(used)
 
 
 def test_a_changed_global_is_not_served_from_the_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
 """(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
-
-
 MOST = 2**31 - 2**10
 """Tokens, and entries of kv_indices: those of a tile past the last are still an int32."""
 
