@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hal._errors import ArgumentError, BackendError, FallbackWarning, HalError, NoBackendError, SelectionError
+from hal._subinterpreter import refuse as _refuse_subinterpreter
 from hal._version import __version__
+
+_refuse_subinterpreter()
 
 if TYPE_CHECKING:
     from hal._api import (
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
         alloc_extend,
         assign_extend_cache_locs,
         build_kv_indices,
+        build_kv_indices_from_blocks,
         build_page_table,
         compute_positions,
         decode_attention,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
         write_req_to_token,
     )
     from hal._library import torch_ops
+    from hal._trace import trace
     from hal.kvpool import KVPool, SlotAllocator
     from hal.paging import num_new_pages
     from hal.registry._dispatch import bind, explain, warmup
@@ -41,15 +46,15 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError", "BackendError", "FallbackWarning", "HalError", "KVPool", "NoBackendError", "SelectionError",
     "SlotAllocator", "__version__", "alloc_decode", "alloc_extend", "assign_extend_cache_locs", "bind",
-    "build_kv_indices", "build_page_table", "compute_positions", "configure", "decode_attention", "explain",
-    "extend_attention", "get_last_loc", "info", "kv_move", "kv_transfer", "kv_write", "mla_kv_write",
-    "mla_rope_kv_write", "num_new_pages", "qk_norm_rope_kv_write", "register", "reload", "rope_kv_write", "torch_ops",
-    "unregister", "use", "warmup", "write_req_to_token",
+    "build_kv_indices", "build_kv_indices_from_blocks", "build_page_table", "compute_positions", "configure",
+    "decode_attention", "explain", "extend_attention", "get_last_loc", "info", "kv_move", "kv_transfer",
+    "kv_write", "mla_kv_write", "mla_rope_kv_write", "num_new_pages", "qk_norm_rope_kv_write", "register",
+    "reload", "rope_kv_write", "torch_ops", "trace", "unregister", "use", "warmup", "write_req_to_token",
 ]  # fmt: skip
 
 _LAZY = {
     "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool", "num_new_pages": "hal.paging",
-    "torch_ops": "hal._library",
+    "torch_ops": "hal._library", "trace": "hal._trace",
     "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._info",
     "warmup": "hal.registry._dispatch",
     "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",

@@ -106,6 +106,17 @@ def build_kv_indices(
     *,
     backend: str | None = None,
 ) -> Tensor: ...
+def build_kv_indices_from_blocks(
+    block_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    keep_last: int = -1,
+    backend: str | None = None,
+) -> Tensor: ...
 def build_page_table(
     req_to_token: Tensor,
     req_pool_indices: Tensor,

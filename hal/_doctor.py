@@ -8,14 +8,30 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
+from hal._output import data_output
+
 
 def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float, as_json: bool) -> int:
     """Runs the children and shows the outcome. 0 all right, 1 something is wrong, 3 nothing ran."""
+    if not as_json:
+        rows, notes = _examine(ops, backends, timeout)
+        _show(rows, notes)
+    else:
+        with data_output() as out:
+            rows, notes = _examine(ops, backends, timeout)
+            print(json.dumps({"results": rows, "notes": notes}, indent=2), file=out)
+    ran = [r for r in rows if r["ok"] is not None]
+    return 3 if not ran else int(not all(r["ok"] for r in ran))
+
+
+def _examine(
+    ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float
+) -> tuple[list[dict[str, Any]], list[str]]:
     from hal.registry._table import live
 
     table = live.current()
@@ -37,14 +53,7 @@ def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: flo
         todo = [op for op in have if not ops or op in ops]
         if todo and (not backends or name in backends):
             rows += _child(name, lane, todo, timeout)
-    rows = [r for r in rows if not backends or r["backend"] in backends]
-    notes = _notes()
-    if as_json:
-        print(json.dumps({"results": rows, "notes": notes}, indent=2))
-    else:
-        _show(rows, notes)
-    ran = [r for r in rows if r["ok"] is not None]
-    return 3 if not ran else int(not all(r["ok"] for r in ran))
+    return [r for r in rows if not backends or r["backend"] in backends], _notes()
 
 
 def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[dict[str, Any]]:
@@ -108,7 +117,7 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _run(backend: str, lane: str, ops: Sequence[str]) -> None:
+def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None) -> None:
     """In the child: each op on a small input, compared with the contract's own truth."""
     import torch
 
@@ -150,8 +159,9 @@ def _run(backend: str, lane: str, ops: Sequence[str]) -> None:
             row.update(ok=not wrong, saw="right" if not wrong else f"{wrong} elements are wrong")
         except Exception as e:
             row["saw"] = f"{type(e).__name__}: {e}".splitlines()[0]
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    _run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    with data_output() as stdout:
+        _run(sys.argv[1], sys.argv[2], sys.argv[3:], stdout)

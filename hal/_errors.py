@@ -42,3 +42,8 @@ class BackendError(HalError, RuntimeError):
 
 class FallbackWarning(UserWarning):
     """`auto` passed over a backend that should have run the call. Shown once per reason."""
+
+
+for _public in (HalError, ArgumentError, SelectionError, NoBackendError, BackendError, FallbackWarning):
+    # What a traceback shows, and what a user catches.
+    _public.__module__ = "hal"

@@ -19,6 +19,7 @@ typedef struct { struct { uint32_t major, minor; } version; void *previous; void
 
 enum { MOST = 64 };
 enum { SPECIALISED = 1, TYPED = 2 };              /* a parameter's bits */
+enum { WIDE = 2 << 4 };                           /* in an integer's key: u64 */
 enum { POINTER = 1 << 28, NONE = 2 << 28, BOOL = 3 << 28, FLOAT = 4 << 28, INT = 5 << 28 };
 
 static const Exchange *exchange;
@@ -77,6 +78,7 @@ static int read_arguments(Launch *self, PyObject *const *args, uint32_t *key, Va
       int class = self->params[n] & SPECIALISED ? (!over && v == 1 ? 1 : (values[n].u & 15) == 0 ? 2 : 0) : 0;
       key[n] = INT | (uint32_t)class | (self->params[n] & TYPED ? 0u : (uint32_t)width << 4);
     } else if (a == Py_None) {
+      values[n].u = 0;
       key[n] = NONE;
     } else if (type == &PyBool_Type) {
       values[n].u = a == Py_True;
@@ -89,6 +91,23 @@ static int read_arguments(Launch *self, PyObject *const *args, uint32_t *key, Va
     }
   }
   return *device >= 0;
+}
+
+/* The value for a parameter that is a float, to which Python's numbers of every kind may be given. */
+static double number(const Value *v, uint32_t key) {
+  if (key >= INT) return (key & WIDE) == WIDE ? (double)v->u : (double)v->i;
+  return key == BOOL ? (double)v->u : v->d;
+}
+
+/* 1: what `key` says of an argument can be passed as `code`. */
+static int passes(uint32_t key, char code) {
+  switch (code) {
+    case '-': return 1;
+    case 'p': return key >> 28 == POINTER >> 28;
+    case 'f': case 'd': return key == FLOAT || key == BOOL || key >= INT;
+    case 'i': case 'l': case 'b': return key == BOOL || key >= INT;
+    default: return 0;
+  }
 }
 
 static Form *find(Launch *self, const uint32_t *key, int device) {
@@ -163,8 +182,9 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t nargsf, Py
     switch (form->codes[i]) {
       case '-': continue;
       case 'i': if (v->i < INT32_MIN || v->i > INT32_MAX) goto slow; v->w = (int32_t)v->i; break;
-      case 'f': v->f = (float)v->d; break;
-      case 'b': v->b = (uint8_t)v->u; break;
+      case 'f': v->f = (float)number(v, key[i]); break;
+      case 'd': v->d = number(v, key[i]); break;
+      case 'b': if (v->u > 1) goto slow; v->b = (uint8_t)v->u; break;
       default: break;                              /* 8 bytes as they are */
     }
     params[n++] = v;
@@ -209,6 +229,8 @@ static PyObject *add(PyObject *object, PyObject *given) {
     return PyErr_Format(PyExc_TypeError, "hal: %zd arguments expected", self->count);
   if (!read_arguments(self, &PyTuple_GET_ITEM(args, 0), key, values, &device) || find(self, key, device) != NULL)
     Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < length; i++)
+    if (!passes(key[i], codes[i])) Py_RETURN_FALSE;
   Form *form = PyMem_Calloc(1, sizeof(Form));
   if (form == NULL) return PyErr_NoMemory();
   form->function = (CUfunction)(uintptr_t)function;
@@ -225,13 +247,24 @@ static PyObject *add(PyObject *object, PyObject *given) {
 
 static int init(PyObject *object, PyObject *given, PyObject *names) {
   Launch *self = (Launch *)object;
+  PyObject *slow, *pre_run, *changed, *globals;
   const char *params;
   Py_ssize_t length;
-  (void)names;
-  if (!PyArg_ParseTuple(given, "Oy#O!OO", &self->slow, &params, &length, &PyList_Type, &self->pre_run, &self->changed,
-                        &self->globals)) return -1;
-  if (length > MOST) { PyErr_SetString(PyExc_ValueError, "hal: too many arguments"); return -1; }
-  Py_INCREF(self->slow); Py_INCREF(self->pre_run); Py_INCREF(self->changed); Py_INCREF(self->globals);
+  if (names != NULL && PyDict_GET_SIZE(names) != 0) {
+    PyErr_SetString(PyExc_TypeError, "hal: a launch takes no keyword arguments");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(given, "Oy#O!OO", &slow, &params, &length, &PyList_Type, &pre_run, &changed, &globals)) return -1;
+  if (length > MOST) {
+    PyErr_Format(PyExc_ValueError, "hal: at most %d arguments expected, got %zd", (int)MOST, length);
+    return -1;
+  }
+  /* Its forms are keyed by as many arguments as it was made with. */
+  if (self->call != NULL) { PyErr_SetString(PyExc_TypeError, "hal: a launch is made once"); return -1; }
+  self->slow = Py_NewRef(slow);
+  self->pre_run = Py_NewRef(pre_run);
+  self->changed = Py_NewRef(changed);
+  self->globals = Py_NewRef(globals);
   self->count = length;
   memcpy(self->params, params, (size_t)length);
   self->call = call;
@@ -246,6 +279,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg) {
 
 static int clear(PyObject *object) {
   Launch *self = (Launch *)object;
+  self->call = NULL;                               /* what still reaches it is told that it can't be called */
   Py_CLEAR(self->slow); Py_CLEAR(self->pre_run); Py_CLEAR(self->changed); Py_CLEAR(self->globals);
   return 0;
 }
@@ -271,21 +305,26 @@ static PyTypeObject launch_type = {
 static PyObject *setup(PyObject *module, PyObject *given) {
   PyObject *capsule, *r, *c, *t, *p;
   unsigned long long launch, device;
+  int type;
   (void)module;
-  if (!PyArg_ParseTuple(given, "OiKKOOOO", &capsule, &device_type, &launch, &device, &r, &c, &t, &p)) return NULL;
-  exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  if (exchange == NULL) return NULL;
-  if (exchange->version.major != 1 || exchange->read == NULL || exchange->stream == NULL)
-    return PyErr_Format(PyExc_RuntimeError, "DLPack exchange interface %u.%u", exchange->version.major, exchange->version.minor);
+  if (!PyArg_ParseTuple(given, "OiKKOOOO", &capsule, &type, &launch, &device, &r, &c, &t, &p)) return NULL;
+  const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  if (api == NULL) return NULL;
+  if (api->version.major != 1 || api->read == NULL || api->stream == NULL)
+    return PyErr_Format(PyExc_RuntimeError, "DLPack exchange interface %u.%u", api->version.major, api->version.minor);
+  PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
+  if (after == NULL) { Py_XDECREF(before); return NULL; }
+  /* Nothing has failed: all of it from here on, or nothing. */
+  exchange = api;
+  device_type = type;
   start = (CUresult (*)(const CUlaunchConfig *, CUfunction, void **, void **))(uintptr_t)launch;
   current_device = (CUresult (*)(CUdevice *))(uintptr_t)device;
-  Py_XSETREF(enter, PyObject_GetAttr(r, s_enter));
-  Py_XSETREF(leave, PyObject_GetAttr(r, s_leave));
-  if (enter == NULL || leave == NULL) return NULL;
-  Py_INCREF(r); Py_XSETREF(runtime, r);
-  Py_INCREF(c); Py_XSETREF(compilation, c);
-  Py_INCREF(t); Py_XSETREF(tensor_type, t);
-  Py_INCREF(p); Py_XSETREF(parameter_type, p);
+  Py_XSETREF(enter, before);
+  Py_XSETREF(leave, after);
+  Py_XSETREF(runtime, Py_NewRef(r));
+  Py_XSETREF(compilation, Py_NewRef(c));
+  Py_XSETREF(tensor_type, Py_NewRef(t));
+  Py_XSETREF(parameter_type, Py_NewRef(p));
   Py_RETURN_NONE;
 }
 
@@ -298,8 +337,9 @@ PyMODINIT_FUNC PyInit_hal_launch(void) {
   s_calls = PyUnicode_InternFromString("calls");
   s_debug = PyUnicode_InternFromString("debug");
   s_instrumentation = PyUnicode_InternFromString("instrumentation_mode");
+  if (s_enter == NULL || s_leave == NULL || s_calls == NULL || s_debug == NULL || s_instrumentation == NULL) return NULL;
   if (PyType_Ready(&launch_type) < 0) return NULL;
   PyObject *m = PyModule_Create(&module);
-  if (m == NULL || PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0) return NULL;
+  if (m != NULL && PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0) Py_CLEAR(m);
   return m;
 }

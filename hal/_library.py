@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from hal._errors import HalError
+from hal._errors import HalError, NoBackendError
 from hal.kvpool import KVPool
 from hal.ops._spec import OpSpec, PoolArg, ScaleArg, TensorArg
 from hal.registry._dispatch import Bound, dispatcher, parameters
@@ -39,7 +40,8 @@ def torch_ops() -> Bound:
 
     The functions take the arguments of ``hal.<op>`` and give the same results. Each is one node of a graph,
     ``torch.ops.hal.<op>``, and calls ``hal.<op>`` when that runs. They work outside of compiled code too, at some
-    microseconds a call more. There is no backward: call them under `torch.inference_mode` or `torch.no_grad`.
+    microseconds a call more. There is no backward: call them under `torch.inference_mode` or `torch.no_grad`; with
+    grad mode on, an input that requires grad or carries a tangent is an `ArgumentError`.
 
     Returns:
         A frozen namespace of functions by op. An op of a plugin whose arguments no schema can say raises a
@@ -58,14 +60,14 @@ def torch_ops() -> Bound:
     """
     table = live.current()
     functions: dict[str, Callable[..., Any]] = {}
-    lacking: dict[str, str] = {}
+    lacking: dict[str, Exception] = {}
     with _lock:
         for op in table.op_names:
             spec = table.spec(op)
             try:
                 schemas = [form.schema for form in forms(spec)]
             except TypeError as e:
-                lacking[op] = f"hal: torch_ops: {e}"
+                lacking[op] = NoBackendError(f"hal: torch_ops: {e}")
                 continue
             known = _registered.get(op)
             if known is None or known[0] is not spec:
@@ -291,11 +293,33 @@ def _register(spec: OpSpec, define: bool) -> Callable[..., Any]:
         )
         run = _compiled(kernel, "kernel", _run=_dispatched, _pool=_pool, _nothing=_nothing)
         _library.impl(form.name, run, "CompositeExplicitAutograd")
+        _library.impl(form.name, _guarded(form), "Autograd")
         fake = _FAKE.format(parameters=form.parameters, empty=form.result and _empty(spec, form.result))
         torch.library.register_fake(
             f"{NAMESPACE}::{form.name}", _compiled(fake, "fake", _torch=torch), lib=_library
         )
     return _around(spec, forms(spec))
+
+
+def _guarded(form: Form) -> Callable[..., Any]:
+    """The kernel that autograd meets: without it, gradients and tangents would be dropped in silence, in compiled
+    code and under torch.func too, where the op itself never sees them."""
+    names = [name for name in form.spec.args for _ in form._parts(name)]
+    of = {p.name: name for name in form.spec.args for p in form._parts(name)}
+    overload = getattr(getattr(torch.ops.hal, form.spec.name), form.overload or "default")
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        # An export computes nothing: what it makes is asked again when it runs.
+        if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and not torch.compiler.is_exporting():
+            given = [*zip(names, args, strict=False), *((of.get(n, n), v) for n, v in kwargs.items())]
+            for name, value in given:
+                for t in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(t, Tensor):
+                        form.spec.check_untracked(name, t)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    return guarded
 
 
 def _around(spec: OpSpec, found: Sequence[Form]) -> Callable[..., Any]:

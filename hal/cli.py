@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from hal._errors import ArgumentError, HalError, SelectionError
+from hal._output import check_folder, data_output, fit_terminal
 
 app = typer.Typer(
     name="hal",
@@ -28,11 +31,15 @@ _STYLE = {
     "unavailable": "yellow",
     "broken": "red",
     "incompatible": "red",
+    "on": "green",
+    "off": "dim",
+    "error": "red",
 }
 
 
 def main() -> None:
     """The entry point: a user's mistake is a line on stderr, never a traceback."""
+    fit_terminal()
     try:
         app()
     except (SelectionError, ArgumentError) as e:
@@ -70,10 +77,11 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
     """What is here: backends with their states and what would mend them, the op x backend table, the environment."""
     import hal
 
-    data = hal.info()
     if as_json:
-        print(json.dumps(data, indent=2))
+        with data_output() as out:
+            print(json.dumps(hal.info(kernels=True), indent=2), file=out)
         return
+    data = hal.info(kernels=True)
     console = Console()
     console.print(
         f"hal {data['hal']}, torch {data['torch']}, python {data['python']}, lane {data['lane']}",
@@ -97,12 +105,24 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
     for op, row in data["ops"].items():
         ops.add_row(op, *("\n".join(row[n]) for n in names))
     console.print(ops)
+    engines = Table(
+        "engine", "installed", "tested with", "state", "why", title="Engines", title_justify="left"
+    )
+    for e in data["engines"]:
+        has = f"{e['distribution']} {e['version']}".strip() or "no"
+        engines.add_row(
+            e["name"], has, e["tested"], f"[{_STYLE[e['state']]}]{e['state']}[/]", _escape(e["reason"])
+        )
+    console.print(engines)
     environment = Table("variable", "value", "source", title="Environment", title_justify="left")
     for v in data["environment"]:
         environment.add_row(v["name"], _escape(v["value"]), v["source"])
     for name in data["foreign_variables"]:
         environment.add_row(name, "", "not ours: ignored")
     console.print(environment)
+    for reason in dict.fromkeys(f["reason"] for f in data["failures"]):
+        which = [f"{f['op']}={f['backend']}" for f in data["failures"] if f["reason"] == reason]
+        console.print(f"broken: {', '.join(which)}: {reason}", markup=False, highlight=False, soft_wrap=True)
     for b in data["backends"]:
         for what, said in b["status"].items():
             console.print(f"{b['name']}: {what}: {said}", markup=False)
@@ -223,15 +243,29 @@ def conformance(
     golden: Annotated[
         Path | None, typer.Option(help="Also replay the outputs recorded on another machine in this folder.")
     ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds in which a call has to end; then it hangs. Default: 120.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that run cases at a time.")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(help="What fresh inputs are drawn from, as a report says; none: anew.")
+    ] = None,
 ) -> None:
     """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
-    if backend is not None and not imports and (why := _not_here(backend, lane)):
-        _fail(f"hal: conformance: {why}", NOTHING)
+    if report is not None and verify is None:
+        check_folder("conformance", "--report", report)
+    if device is not None:
+        from hal._devices import parse_device
+
+        parse_device("conformance", "--device", device)
+    if backend is not None and ">" in backend:
+        raise SelectionError(f"hal: conformance: {backend!r}: expected one backend's name")
+    if backend is not None:
+        _load_only(backend, imports)
     code = _call(
         "hal.conformance", "main", "hal conformance", "conformance",
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
-        jobs=jobs,
+        timeout=timeout, jobs=jobs, seed=seed,
     )  # fmt: skip
     if golden is not None and backend is not None:
         codes = code, _replay(golden, backend, device)
@@ -239,14 +273,13 @@ def conformance(
     raise typer.Exit(code)
 
 
-def _not_here(backend: str, lane: str | None) -> str | None:
-    """Why nothing of a backend can run on this machine, and what would help; the runner tells of all else."""
-    from hal.registry._table import live
+def _load_only(backend: str, imports: list[str] | None) -> None:
+    """Leaves every plugin but the judged one's unloaded, unless HAL_PLUGINS says which."""
+    from hal.registry._points import BUILTIN, entry_points
 
-    table = live.current()
-    entry = table.entries.get(backend.partition("/")[0])
-    state = None if entry is None else entry.state(lane or table.lane)
-    return f"{backend}: {state}" if state is not None and state.state in ("absent", "unavailable") else None
+    name, known = backend.partition("/")[0], {p.name for p in entry_points()}
+    if not os.environ.get("HAL_PLUGINS", "").strip() and (imports or name in known or name == "reference"):
+        os.environ["HAL_PLUGINS"] = ",".join(dict.fromkeys([*BUILTIN, *({name} & known)]))
 
 
 def _replay(folder: Path, backend: str, device: str | None) -> int:
@@ -283,6 +316,8 @@ def bench(
     ] = False,
 ) -> None:
     """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
+    if save is not None:
+        check_folder("bench", "--save", save)
     raise typer.Exit(
         _call("hal.bench", "main", "hal bench", "cpu", op, device, as_json, _path(plot), _path(save), quick)
     )
@@ -295,8 +330,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
 ) -> None:
     """What kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
-    rows = _manifest_call(backend, "inspect", kernel)
-    _show_rows(rows, as_json)
+    with data_output() if as_json else nullcontext(sys.stdout) as out:
+        rows = _manifest_call(backend, "inspect", kernel)
+        _show_rows(rows, as_json, out)
     bad = [r for r in rows if r.get("verdict", "ok") != "ok"]
     raise typer.Exit(NOTHING if not rows else FAILED if bad else OK)
 
@@ -304,13 +340,14 @@ def inspect(
 @app.command()
 def tune(backend: Annotated[str, typer.Argument(help="A ready backend.")] = "cuda") -> None:
     """Measures this machine once and keeps the cost table that method='auto' reads."""
-    _show_rows(_manifest_call(backend, "tune"), False)
+    _show_rows(_manifest_call(backend, "tune"), False, sys.stdout)
 
 
 def _manifest_call(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
     """The rows of a backend's own tool, which its manifest names."""
     from hal._errors import NoBackendError
     from hal.registry._discover import resolve
+    from hal.registry._isolate import demand
     from hal.registry._table import live
 
     table = live.current()
@@ -328,15 +365,15 @@ def _manifest_call(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
         s.state in ("absent", "broken", "incompatible") for s in states
     ):
         raise NoBackendError(f"hal: {what}: {backend} is {entry.state()}")
-    return list(resolve(tool)(*args))
+    return demand(f"{what}: {backend}", lambda: list(resolve(tool)(*args)))
 
 
-def _show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _show_rows(rows: list[dict[str, Any]], as_json: bool, out: TextIO) -> None:
     if as_json:
-        print(json.dumps(rows, indent=1, default=str))
+        print(json.dumps(rows, indent=1, default=str), file=out)
         return
     for row in rows:
-        print("  ".join(f"{k}={v}" for k, v in row.items()))
+        print("  ".join(f"{k}={v}" for k, v in row.items()), file=out)
 
 
 def _escape(text: str) -> str:

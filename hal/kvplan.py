@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal.kvpool import KVPool, Plane
 
 
@@ -64,8 +65,8 @@ def pairs(
 
 def grouped(joined: Tensor) -> Tensor:
     """Runs of things, ``[runs, 2]`` (first, how many), where ``joined[i]`` says that i and i + 1 are of one run."""
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), (~joined).nonzero().view(-1) + 1])
-    return torch.stack([first, torch.diff(first, append=torch.tensor([joined.shape[0] + 1]))], dim=1)
+    first = torch.cat([_host.zeros(1, dtype=torch.int64), (~joined).nonzero().view(-1) + 1])
+    return torch.stack([first, torch.diff(first, append=_host.tensor([joined.shape[0] + 1]))], dim=1)
 
 
 def runs(*sides: tuple[Tensor, KVPool]) -> Tensor:
@@ -79,8 +80,8 @@ def runs(*sides: tuple[Tensor, KVPool]) -> Tensor:
     """
     n = sides[0][0].shape[0]
     if n == 0:
-        return torch.empty(0, 2, dtype=torch.int64)
-    joined = torch.ones(n - 1, dtype=torch.bool)
+        return _host.empty(0, 2, dtype=torch.int64)
+    joined = _host.ones(n - 1, dtype=torch.bool)
     for slots, pool in sides:
         joined &= slots[1:] == slots[:-1] + 1
         if not all(p.page_stride == pool.page_size * p.token_stride for p in pool.planes()):
@@ -125,9 +126,9 @@ def _plane_copies(
     """The copies of runs that start at slots `a` and `b`; `tokens` is their length."""
     pieces, size = max(p.chunks, q.chunks), min(p.chunk_bytes, q.chunk_bytes)
     offsets = {
-        "piece": [torch.arange(pieces) * (x.chunk_stride if x.chunks > 1 else size) for x in (p, q)],
+        "piece": [_host.arange(pieces) * (x.chunk_stride if x.chunks > 1 else size) for x in (p, q)],
         "layer": [
-            torch.tensor(x.bases[which.start : which.stop], dtype=torch.int64)
+            _host.tensor(x.bases[which.start : which.stop], dtype=torch.int64)
             for x, which in zip((p, q), layers, strict=True)
         ],
     }
@@ -142,8 +143,8 @@ def _plane_copies(
         each, sizes = torch.ones_like(tokens), tokens * size
     else:
         each, sizes = tokens, torch.full_like(tokens, size)
-    run = torch.repeat_interleave(torch.arange(tokens.shape[0]), each)
-    t = torch.arange(run.shape[0]) - (each.cumsum(0) - each)[run]
+    run = torch.repeat_interleave(_host.arange(tokens.shape[0]), each)
+    t = _host.arange(run.shape[0]) - (each.cumsum(0) - each)[run]
     grids = []
     for x, pool, slots, side in ((p, src, a, 0), (q, dst, b, 1)):
         start = slots // pool.page_size * x.page_stride + slots % pool.page_size * x.token_stride

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host, _memory
 from hal._errors import ArgumentError, HalError
 
 LAYOUTS: dict[str, str] = {
@@ -75,12 +76,15 @@ class KVPool:
     """
 
     __slots__ = (
+        "_addresses",
         "_planes", "device", "dtype", "k", "key", "layout", "num_layers", "num_slots", "page_size", "pinned",
-        "row_shape", "v", "v_row_shape",
+        "row_shape", "tensors", "v", "v_row_shape",
     )  # fmt: skip
 
     k: Tensor | tuple[Tensor, ...]
     v: Tensor | tuple[Tensor, ...] | None
+    tensors: tuple[Tensor, ...]
+    """All of k, then all of v."""
 
     def __init__(
         self,
@@ -100,6 +104,9 @@ class KVPool:
         self.page_size = page_size
         self.k = k if isinstance(k, Tensor) else tuple(k)
         self.v = v if isinstance(v, Tensor) or v is None else tuple(v)
+        self.tensors = tuple(t for half in (self.k, self.v) if half is not None for t in _tensors(half))
+        for i, t in enumerate(self.tensors):
+            self._check_memory("k" if i < (len(self.k) if isinstance(self.k, tuple) else 1) else "v", t)
         self.num_layers, self.num_slots, self.row_shape = self._check("k", self.k)
         first = self.k if isinstance(self.k, Tensor) else self.k[0]
         self.dtype, self.device = first.dtype, first.device
@@ -122,12 +129,25 @@ class KVPool:
             and self.num_slots > 0
             and all(t.is_pinned() for half in (self.k, self.v) if half is not None for t in _tensors(half))
         )
+        self._addresses = [t.data_ptr() for t in self.tensors]
         self._planes = tuple(self._plane(half) for half in (self.k, self.v) if half is not None)
         self.key = (
             layout, self.device, self.dtype, page_size, self.row_shape, self.v_row_shape, self.num_layers,
             isinstance(self.k, tuple), self.pinned,
         )  # fmt: skip
         """What selection may know of the pool: never the number of slots."""
+
+    @staticmethod
+    def _check_memory(name: str, t: Any) -> None:
+        if not isinstance(t, Tensor):
+            return
+        why = _memory.flaw(t)
+        if why is None and t.numel():
+            span = 1 + sum((n - 1) * st for n, st in zip(t.shape, t.stride(), strict=True))
+            if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes():
+                why = "a tensor larger than its storage, which has been resized"
+        if why is not None:
+            raise _bad(name, "tensors whose values are in memory", why)
 
     def _check(self, name: str, half: Tensor | tuple[Tensor, ...]) -> tuple[int, int, tuple[int, ...]]:
         """(layers, slots, row shape) of one half, or an error."""
@@ -152,7 +172,9 @@ class KVPool:
         ranks = {"layer_first": (3, 4), "page_first": (3, 4), "page_first_direct": (4, 5), "page_head": (5,)}
         if len(shape) not in ranks[self.layout]:
             raise _bad(name, f"{want} for layout {self.layout}", _shape(half))
-        if 0 in strides and any(st == 0 and n > 1 for st, n in zip(strides, shape, strict=True)):
+        # A layer each has its own storage: 1 stands for how far apart they are.
+        own = slice(1, None) if isinstance(half, tuple) else slice(None)
+        if _memory.overlaps(shape[own], strides[own]):
             raise _bad(name, "no two elements in one place", f"strides {tuple(strides)}")
         lead = {"layer_first": 2, "page_first": 2, "page_first_direct": 3, "page_head": 4}[self.layout]
         inner = 1
@@ -196,8 +218,36 @@ class KVPool:
         return Plane(bases, self.page_size * st[slot_dim], st[slot_dim], 1, row, row)
 
     def planes(self) -> tuple[Plane, ...]:
-        """One `Plane` for k and, unless v is None, one for v: all that a copying kernel needs to know."""
+        """One `Plane` for k and, unless v is None, one for v: all that a copying kernel needs to know.
+
+        Raises:
+            ArgumentError: the tensors have moved to memory that is not what this pool says (freed, unpinned, of
+                another shape or device).
+        """
+        if [t.data_ptr() for t in self.tensors] != self._addresses:
+            self._follow()
         return self._planes
+
+    def _follow(self) -> None:
+        """The addresses anew: ``share_memory_()``, sending to a process, ``set_`` and resizing move tensors."""
+        made = KVPool(self.k, self.v, self.layout, self.page_size)
+        if (made.key, made.num_slots) != (self.key, self.num_slots):
+            name = "pinned" if made.pinned != self.pinned else "shape, dtype or device"
+            raise _bad("k", f"{self}, pinned {self.pinned}, as it was made", f"{made}, pinned {made.pinned}: its "
+                       f"tensors have been given other memory ({name}); make a new KVPool")  # fmt: skip
+        self._planes, self._addresses = made._planes, made._addresses
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What a copy or another process gets has addresses of its own.
+        return type(self), (self.k, self.v, self.layout, self.page_size)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of `tensors` requires grad."""
+        for t in self.tensors:  # noqa: SIM110 - on every call under grad mode, and a generator takes twice as long
+            if t.requires_grad:
+                return True
+        return False
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Layer `index` as views ``(k, v)`` indexed by slot.
@@ -251,7 +301,7 @@ class KVPool:
             else:
                 shape = (slots, n, *row) if layout == "page_first" else (n, slots, *row)
             # Only the fp8 dtypes lack a zero fill on some builds; bytes always have one.
-            raw = torch.zeros(
+            raw = _host.zeros(
                 (*shape[:-1], shape[-1] * pool.dtype.itemsize), dtype=torch.uint8, pin_memory=_pinning()
             )
             return raw.view(pool.dtype)
@@ -328,8 +378,8 @@ class SlotAllocator:
             taken.append((start, n))
             need -= n
         page = self.page_size
-        runs = [torch.arange(s * page, (s + n) * page) for s, n in taken]
-        return torch.cat(runs)[:tokens] if runs else torch.empty(0, dtype=torch.int64)
+        runs = [_host.arange(s * page, (s + n) * page) for s, n in taken]
+        return torch.cat(runs)[:tokens] if runs else _host.empty(0, dtype=torch.int64)
 
     def free(self, slots: Tensor) -> None:
         """Gives back the pages that hold `slots` (-1 is ignored).

@@ -162,9 +162,11 @@ class Launch:
         if self.start == self._first and (helper := _helper()) is not None:
             params = bytes(1 * p.specialize + 2 * p.typed for p in self.args)
             used = _used_globals(kernel)
-            self.native = helper.Launch(
-                self._slow, params, kernel.jit.pre_run_hooks, _changed if used else None, used
-            )
+            hooks = kernel.jit.pre_run_hooks
+            try:
+                self.native = helper.Launch(self._slow, params, hooks, _changed if used else None, used)
+            except ValueError:  # more arguments than it has room for: by Triton's launcher
+                return
             self.start = self.native
 
     def __call__(self, grid: Grid, *args: Any) -> None:
@@ -458,14 +460,14 @@ _CODES = {
     "i64": "l",
     "u64": "l",
     "fp32": "f",
-    "fp64": "l",
+    "fp64": "d",
 }
 
 
 def _codes(compiled: Any, params: Sequence[_Param]) -> str | None:
     """How the compiled kernel takes each argument, for the helper in C; None where it does not know a type."""
     signature = compiled.src.signature
-    codes = ["l" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params]
+    codes = ["p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params]
     return None if None in codes else "".join(map(str, codes))
 
 

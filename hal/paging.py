@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.ops._attention import bounds
 from hal.ops._spans import check_page_size, extent
@@ -74,7 +75,7 @@ class Listing:
 
     def rows(self, width: int) -> tuple[Tensor, Tensor]:
         """``[bs, width]``: each request's slots from the left, 0 behind them; and which of them are its own."""
-        at = torch.arange(width, device=self.slots.device)
+        at = torch.arange(width, device=self.slots.device, dtype=torch.int64)
         own = at < self.keys.view(-1, 1)
         return torch.where(own, self.slots[torch.where(own, self.begin.view(-1, 1) + at, 0)], 0), own
 
@@ -92,7 +93,8 @@ def listed(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window
     start, end = bounds(kv_indptr, kv_indices.shape[0])
     if sliding_window >= 0:
         # The position counts whether or not a key is there, so this comes before the others are dropped.
-        start = torch.maximum(start, end - 1 - sliding_window)
+        # No wider than the list, or the difference might wrap.
+        start = torch.maximum(start, end - 1 - min(sliding_window, kv_indices.shape[0]))
     valid = in_range(kv_indices, num_slots)
     before = torch.nn.functional.pad(valid.cumsum(0), (1, 0))
     keys = before[end] - before[start]
@@ -103,7 +105,7 @@ def listed(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window
     packed.scatter_(0, torch.where(valid, before[:-1], nnz), kv_indices)
     lengths: list[int] = keys.tolist()
     i = torch.repeat_interleave(keys, output_size=sum(lengths))
-    rank = torch.arange(i.shape[0], device=i.device) - begin[i]
+    rank = torch.arange(i.shape[0], device=i.device, dtype=torch.int64) - begin[i]
     return Listing(packed[before[start][i] + rank].to(torch.int32), begin, keys, lengths)
 
 
@@ -153,12 +155,12 @@ def runs(
     qo, kv, whole = host[: bs + 1].clamp(0, n), host[bs + 1 : -1], int(host[-1]) == nnz
     start, end = bounds(kv, nnz)
     ascending = bool((qo.diff() >= 0).all())
-    t = torch.arange(n)
+    t = _host.arange(n)
     if sliding_window >= nnz:
         sliding_window = -1
     if not bs:
-        owned, owner = torch.zeros(n, dtype=torch.bool), t
-        start = end = stop = torch.zeros(n, dtype=torch.int64)
+        owned, owner = _host.zeros(n, dtype=torch.bool), t
+        start = end = stop = _host.zeros(n, dtype=torch.int64)
     else:
         if ascending:
             owned = (t >= qo[0]) & (t < qo[-1])
@@ -186,13 +188,15 @@ def runs(
     if sliding_window < 0:
         on &= first.diff() == 0
     on = on & (not single) | (seen[1:] == 0) & (seen[:-1] == 0)
-    rows = torch.cat([t[:1], 1 + torch.nonzero(~on).flatten(), torch.tensor([n] if n else [0])])
+    rows = torch.cat([t[:1], 1 + torch.nonzero(~on).flatten(), _host.tensor([n] if n else [0])])
     low, high = first[rows[:-1]], last[rows[1:] - 1]
     lengths = torch.where(seen[rows[:-1]] > 0, high - low, 0)
     total = int(lengths.sum())
     begin = lengths.cumsum(0) - lengths
     shift, begin, keys, seen = (x.to(device) for x in (low - begin, begin, lengths, seen))
-    at = torch.repeat_interleave(shift, keys, output_size=total) + torch.arange(total, device=device)
+    at = torch.repeat_interleave(shift, keys, output_size=total) + torch.arange(
+        total, device=device, dtype=torch.int64
+    )
     listing = Listing(slots[at].to(torch.int32), begin, keys, lengths.tolist())
     named = None if bool(owned.all()) else owned.to(device)
     return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, named)

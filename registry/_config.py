@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from hal._env import did_you_mean
 from hal._errors import SelectionError
 
-_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*(/[A-Za-z0-9_-]+)?")
+# Capitals are let through, for `verify` to say what was meant.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)?")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One level's choice, parsed from ``cpu`` or ``ascend,rope_kv_write=reference``."""
+    """One level's choice, parsed from ``cpu``, ``ascend,rope_kv_write=reference`` or ``acme>cpu``."""
 
     source: str
     """Where it came from, as shown in messages: ``HAL_BACKEND=ascend``."""
@@ -23,6 +24,7 @@ class Choice:
     per_op: Mapping[str, str]
 
     def get(self, op: str) -> str | None:
+        """A name, or a chain of them: ``acme>cpu`` is acme where it can, else cpu, else an error."""
         return self.per_op.get(op, self.default)
 
 
@@ -30,19 +32,31 @@ def parse(text: str, source: Callable[[str], str]) -> Choice:
     """A choice from its text. Names are checked against what exists by `verify`.
 
     Raises:
-        SelectionError: two bare names, an op twice, an empty side, an odd character.
+        SelectionError: two bare names, an op twice, an empty side, an odd character, a name twice in a chain or
+            ``auto`` in one, no text at all.
     """
     shown = source(text)
+    if not isinstance(text, str):
+        raise SelectionError(
+            f"hal: {shown}: expected a text such as 'cpu' or 'cpu,rope_kv_write=reference'; got {text!r}"
+        )
     default: str | None = None
     per_op: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         op, equals, name = (x.strip() for x in part.partition("="))
         if not equals:
             op, name = "", op
-        if not _NAME.fullmatch(name) or (equals and not op):
+        chain = [link.strip() for link in name.split(">")]
+        if not all(map(_NAME.fullmatch, chain)) or (equals and not op):
             raise SelectionError(
-                f"hal: {shown}: expected BACKEND or OP=BACKEND[/IMPL], separated by commas; got {part!r}"
+                f"hal: {shown}: expected BACKEND or OP=BACKEND[/IMPL], separated by commas, or a chain FIRST>NEXT in "
+                f"the place of a backend; got {part!r}"
             )
+        if len(chain) > 1 and ("auto" in chain or len(set(chain)) < len(chain)):
+            raise SelectionError(
+                f"hal: {shown}: a chain names each backend once, and never auto; got {part!r}"
+            )
+        name = ">".join(chain)
         if equals:
             if op in per_op:
                 raise SelectionError(f"hal: {shown}: {op} is given twice")
@@ -70,7 +84,8 @@ def verify(
             raise SelectionError(
                 f"hal: {choice.source}: unknown op {op}{did_you_mean(op, ops)}; known: {', '.join(ops)}"
             )
-    for name in filter(None, (choice.default, *choice.per_op.values())):
+    chains = filter(None, (choice.default, *choice.per_op.values()))
+    for name in (link for chain in chains for link in chain.split(">")):
         known = ("auto", "reference", *impls)
         backend, slash, _ = name.partition("/")
         if backend not in known:
@@ -90,9 +105,5 @@ def verify(
             )
 
 
-scope: ContextVar[tuple[str, ...]] = ContextVar("hal.use", default=())
-"""The texts of the ``with hal.use(...)`` blocks around the code that runs, innermost first.
-
-Texts, not parsed choices: two blocks that say the same are one key of the dispatch caches, so that a block entered a
-million times leaves one entry behind; and what they name is looked up again in a table that has changed since.
-"""
+asker: ContextVar[str] = ContextVar("hal.engines.layer", default="")
+"""The engine's layer whose call this is, for what hal says of it; see `hal.engines.layer`."""

@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module, metadata
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
 
-from hal import _env
-from hal._errors import BackendError
+from hal._env import did_you_mean
+from hal._errors import BackendError, SelectionError
 from hal._version import __version__
+from hal.registry._isolate import READY, State, ask, attempt, note, same_environment, watched
 from hal.registry._manifest import API, Backend, Hooks, Impl
-
-GROUP = "hal.backends"
-DISTRIBUTION = "hal-kernels"
-# A checkout that is not installed has no entry points; its own backends are found all the same.
-BUILTIN = {"cpu": "hal.backends.cpu", "cuda": "hal.backends.cuda", "ascend": "hal.backends.ascend"}
-RESERVED = frozenset({*BUILTIN, "auto", "reference"})
-STATES = ("ready", "absent", "incompatible", "unavailable", "broken")
-
-
-@dataclass(frozen=True)
-class State:
-    """``state`` is one of `STATES` (of an op: also ``unimplemented``); the rest says why, and what would help."""
-
-    state: str
-    reason: str = ""
-    remedy: str = ""
-    detail: str = ""
-    """A traceback, for `hal info --json`."""
-
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
-    def __str__(self) -> str:
-        return (
-            self.state
-            + (f": {self.reason}" if self.reason else "")
-            + (f" — {self.remedy}" if self.remedy else "")
-        )
-
-
-READY = State("ready")
-# A plugin that calls sys.exit() is broken as well. KeyboardInterrupt is the user's.
-FAULTS = (Exception, SystemExit)
+from hal.registry._points import BUILTIN, GROUP, RESERVED, Point, entry_points
+from hal.registry._requirements import DISTRIBUTION, excludes_hal, missing
 
 
 @dataclass(eq=False)
@@ -115,7 +82,7 @@ class Entry:
             probe = probe.get(lane)
         elif lane != "device":
             probe = None
-        return examined(requires, extra, probe)
+        return examined(requires, extra, probe, self.name)
 
     def impl_state(self, impl: Impl, lane: str = "device") -> State:
         """The state of one implementation on a lane: the backend's, unless it needs more than that."""
@@ -125,7 +92,8 @@ class Entry:
         if impl.lanes and lane not in impl.lanes:
             return State("unavailable", f"it has no lane {lane}; it has {', '.join(impl.lanes)}")
         if (impl, lane) not in self._impl_states:
-            self._impl_states[impl, lane] = examined(impl.requires, impl.install, impl.probe)
+            found = examined(impl.requires, impl.install, impl.probe, self.title(impl))
+            self._impl_states[impl, lane] = found
         return self._impl_states[impl, lane]
 
     def bind(self, impl: Impl, signature: inspect.Signature) -> Callable[..., Any] | State:
@@ -136,16 +104,21 @@ class Entry:
         return found
 
     def _import(self, impl: Impl, signature: inspect.Signature) -> Callable[..., Any] | State:
-        try:
+        def imported() -> Callable[..., Any] | State:
             fn = resolve(impl.fn)
             got = inspect.signature(fn)
-        except FAULTS as e:
-            return broken(f"importing {impl.fn}", e)
-        if shape(got) != shape(signature):
-            return State(
-                "broken", f"{impl.fn} has the signature {plain(got)}; the contract's is {plain(signature)}"
-            )
-        return fn
+            if not alike(got, signature):
+                said = f"{impl.fn} has the signature {plain(got)}; the contract's is {plain(signature)}"
+                return State("broken", said)
+            return fn
+
+        with watched(f"importing {impl.fn}, of the backend {self.title(impl)}"):
+            return attempt(f"importing {impl.fn}", imported)
+
+    def failure(self, impl: Impl) -> State | None:
+        """Why an implementation that was asked for could not be had, if so."""
+        found = self._bound.get(impl)
+        return found if isinstance(found, State) else None
 
     def op_state(self, op: str, lane: str = "device", which: str = "") -> State:
         """The state of an op here, or of the implementation named `which` alone."""
@@ -163,30 +136,44 @@ class Found:
 
     entries: Mapping[str, Entry]
     specs: Mapping[str, Any]
-    manager: pluggy.PluginManager
+    managers: tuple[pluggy.PluginManager, ...]
+    """One for each plugin: what a plugin is can't disturb another's registration."""
     blocked: tuple[str, ...]
     """Entry points that HAL_PLUGINS kept from loading."""
 
 
-def discover(registered: Mapping[str, Entry]) -> Found:
-    """Loads every allowed entry point, one by one."""
-    manager = pluggy.PluginManager("hal")
-    manager.add_hookspecs(Hooks)
-    allowed = {p.strip() for p in _env.get("HAL_PLUGINS").split(",") if p.strip()}
+def discover(registered: Mapping[str, Entry], allowed: Collection[str] | None = None) -> Found:
+    """Loads every allowed entry point, one by one.
+
+    Args:
+        registered: the backends that `hal.register` added.
+        allowed: the names in HAL_PLUGINS; None: all.
+
+    Raises:
+        SelectionError: `allowed` names what does not exist.
+    """
+    points = entry_points()
+    names = list(dict.fromkeys(p.name for p in points))
+    for name in allowed or ():
+        if name not in names:
+            raise SelectionError(
+                f"hal: HAL_PLUGINS: there is no entry point {name}{did_you_mean(name, names)}; there are: "
+                f"{', '.join(names)}, or none"
+            )
     entries: dict[str, Entry] = {}
     specs: dict[str, Any] = {}
-    blocked: list[str] = []
-    for name, value, dist in _entry_points():
-        if allowed and name not in allowed:
-            blocked.append(name)
+    managers: list[pluggy.PluginManager] = []
+    for point in points:
+        if allowed is not None and point.name not in allowed:
             continue
-        found, ops = _load(manager, name, value, dist)
+        others = ",".join(n for n in allowed or names if n != point.name) or "none"
+        found, ops = _load(point, managers, others)
         for entry in found:
             entries[entry.name] = _merge(entries.get(entry.name), entry)
         for spec in ops:
             if spec.name in specs:
                 fault = State("broken", f"its op {spec.name} is another plugin's already", "uninstall one")
-                entries[name] = Entry(name, None, "plugin", dist.name if dist else "", fault)
+                entries[point.title] = Entry(point.title, None, "plugin", point.distribution, fault)
             specs.setdefault(spec.name, spec)
     for name, entry in registered.items():
         entries[name] = _merge(entries.get(name), entry)
@@ -194,67 +181,62 @@ def discover(registered: Mapping[str, Entry]) -> Found:
         entries.values(),
         key=lambda e: (e.third_party, list(BUILTIN).index(e.name) if e.name in BUILTIN else 9, e.name),
     )
-    return Found({e.name: e for e in order}, specs, manager, tuple(blocked))
+    blocked = () if allowed is None else tuple(p.name for p in points if p.name not in allowed)
+    return Found({e.name: e for e in order}, specs, tuple(managers), blocked)
 
 
-def _entry_points() -> Iterator[tuple[str, str, Any]]:
-    """(name, value, distribution or None), each once, ours first."""
-    seen: set[tuple[str, str, str]] = set()
-    for name, value in BUILTIN.items():
-        seen.add((name, value, DISTRIBUTION))
-        yield name, value, None
-    for point in metadata.entry_points(group=GROUP):
-        dist = point.dist
-        # A checkout that is also installed lists its metadata twice.
-        key = (point.name, point.value, _canonical(dist.name) if dist else "")
-        if key not in seen:
-            seen.add(key)
-            yield point.name, point.value, dist
+def _load(point: Point, managers: list[pluggy.PluginManager], others: str) -> tuple[list[Entry], list[Any]]:
+    """The backends and ops of one entry point; its manager is added to `managers` where it has any."""
+    origin = "built-in" if point.builtin else "plugin"
+    who = f"{point.name} ({point.distribution})"
 
+    def load() -> tuple[list[Entry], list[Any]] | State:
+        if point.fault:
+            return point.fault
+        if not point.builtin and point.name in RESERVED:
+            return State(
+                "broken", f"the name {point.name} is reserved for hal itself", "rename the entry point"
+            )
+        plugin = attempt(f"importing {point.value}", EntryPoint(point.name, point.value, GROUP).load)
+        if isinstance(plugin, State):
+            needs = excludes_hal(point.dist)
+            if not needs:
+                return plugin
+            version = point.dist.version if point.dist else ""
+            both = f"{point.distribution} {version} needs {needs}; this is {DISTRIBUTION} {__version__}"
+            return State("incompatible", both, f"install a {point.distribution} for it")
+        if any(known is plugin for m in managers for _, known in m.list_name_plugin()):
+            return State("broken", f"{point.value} is another entry point's plugin already", "remove one")
+        manager = pluggy.PluginManager("hal")
+        manager.add_hookspecs(Hooks)
+        for where, step in (
+            ("its hooks", lambda: manager.register(plugin, name=who)),
+            ("its hook hal_backend", lambda: backends.extend(_call_alone(manager, "hal_backend"))),
+            ("its hook hal_backend", lambda: entries.extend(_examined(b, origin, point) for b in backends)),
+            ("its hook hal_ops", lambda: specs.extend(map(_op, _call_alone(manager, "hal_ops")))),
+        ):
+            failed = attempt(where, step)
+            if isinstance(failed, State):
+                return failed
+        hooks = attempt("its hooks", lambda: manager.get_hookcallers(plugin))
+        if not hooks:
+            said = f"{point.value} has no hook hal_backend"
+            return State("broken", said, "decorate it with hal.registry.hookimpl")
+        if isinstance(hooks, State):
+            return hooks
+        managers.append(manager)
+        return entries, specs
 
-def _load(manager: pluggy.PluginManager, name: str, value: str, dist: Any) -> tuple[list[Entry], list[Any]]:
-    builtin = BUILTIN.get(name) == value and (dist is None or _canonical(dist.name) == DISTRIBUTION)
-    origin = "built-in" if builtin else "plugin"
-    dist_name = dist.name if dist else DISTRIBUTION
-
-    def fault(state: State) -> tuple[list[Entry], list[Any]]:
-        # Under its own name it would take a built-in backend down with it.
-        shown = name if builtin or name not in RESERVED else f"{name} ({dist_name})"
-        return [Entry(shown, None, origin, dist_name, state)], []
-
-    if not builtin and name in RESERVED:
-        return fault(State("broken", f"the name {name} is reserved for hal itself", "rename the entry point"))
-    try:
-        plugin = import_module(value.partition(":")[0])
-        for attribute in filter(None, value.partition(":")[2].split(".")):
-            plugin = getattr(plugin, attribute)
-    except FAULTS as e:
-        excluded = _excludes_us(dist)
-        if excluded:
-            both = f"{dist_name} {dist.version} needs {excluded}; this is {DISTRIBUTION} {__version__}"
-            return fault(State("incompatible", both, f"install a {dist_name} for it"))
-        return fault(broken(f"importing {value}", e))
-    try:
-        manager.register(plugin, name=f"{name} ({dist_name})")
-    except Exception as e:
-        return fault(broken("its hooks", e))
-    found: list[Entry] = []
+    backends: list[Any] = []
+    entries: list[Entry] = []
     specs: list[Any] = []
-    try:
-        for backend in _call_alone(manager, "hal_backend", plugin):
-            found.append(_examined(backend, origin, dist_name))
-    except FAULTS as e:
-        return fault(broken("its hook hal_backend", e))
-    try:
-        for spec in _call_alone(manager, "hal_ops", plugin):
-            specs.append(_op(spec))
-    except FAULTS as e:
-        return fault(broken("its hook hal_ops", e))
-    if not manager.get_hookcallers(plugin):
-        return fault(
-            State("broken", f"{value} has no hook hal_backend", "decorate it with hal.registry.hookimpl")
-        )
-    return found, specs
+    remedy = f"HAL_PLUGINS={others} leaves it out"
+    with watched(f"loading the plugin {who}", remedy), same_environment(f"the plugin {who}"):
+        found = load()
+    if isinstance(found, State):
+        # Under its own name it would take a built-in backend down with it.
+        return [Entry(point.title, None, origin, point.distribution, found)], []
+    return found
 
 
 def _op(spec: Any) -> Any:
@@ -269,28 +251,26 @@ def _op(spec: Any) -> Any:
     return spec
 
 
-def _call_alone(manager: pluggy.PluginManager, hook: str, plugin: object) -> list[Any]:
-    """What one plugin's hook returns, as a list."""
+def _call_alone(manager: pluggy.PluginManager, hook: str) -> list[Any]:
+    """What a plugin's hook returns, as a list."""
     for impl in getattr(manager.hook, hook).get_hookimpls():
-        if impl.plugin is plugin:
-            got = impl.function()
-            return list(got) if isinstance(got, list | tuple) else [got]
+        got = impl.function()
+        return list(got) if isinstance(got, list | tuple) else [got]
     return []
 
 
-def _examined(backend: Any, origin: str, dist_name: str) -> Entry:
+def _examined(backend: Any, origin: str, point: Point) -> Entry:
     if not isinstance(backend, Backend):
         raise TypeError(f"it returned {backend!r}; expected a hal.registry.Backend")
+    # A copy: what the plugin does to its object afterwards changes nothing, nor does what a subclass overrides.
+    backend = Backend(**{f.name: getattr(backend, f.name) for f in fields(Backend)})
     if origin == "plugin" and backend.name in RESERVED:
         raise ValueError(f"the name {backend.name} is reserved for hal itself")
+    fault = None
     if backend.api != API:
-        state = State(
-            "incompatible",
-            f"it was written for api {backend.api!r}; this hal has {API}",
-            f"install a {dist_name} for it",
-        )
-        return Entry(backend.name, backend, origin, dist_name, state)
-    return Entry(backend.name, backend, origin, dist_name)
+        said = f"it was written for api {backend.api!r}; this hal has {API}"
+        fault = State("incompatible", said, f"install a {point.distribution} for it")
+    return Entry(backend.name, backend, origin, point.distribution, fault)
 
 
 def _merge(known: Entry | None, new: Entry) -> Entry:
@@ -304,67 +284,6 @@ def _merge(known: Entry | None, new: Entry) -> Entry:
         _impl_states={},
         _bound={},
     )
-
-
-# --- requirements -----------------------------------------------------------------------------------
-
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?((?:[<>=!~][^;)]*)?)\)?\s*(?:;.*)?")
-
-
-def missing(requirement: str) -> str:
-    """Why a requirement such as ``triton>=3.6,<4`` is not met by what is installed; empty if it is."""
-    match = _REQUIREMENT.fullmatch(requirement)
-    if not match:
-        return f"its requirement {requirement!r} can't be read"
-    name, wanted = match[1], match[2].strip()
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return f"needs {name}{wanted}"
-    return "" if satisfies(version, wanted) else f"needs {name}{wanted}; {version} is installed"
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    """Does `version` meet comma-separated comparisons? Numbers alone are compared: 3.6.0+git is 3.6.0."""
-    for part in filter(None, (p.strip() for p in wanted.split(","))):
-        match = re.fullmatch(r"(==|!=|>=|<=|~=|<|>)\s*(\S+)", part)
-        if not match:
-            return False
-        sign, other = match[1], match[2]
-        if other.endswith(".*"):
-            prefix = _numbers(other[:-2])
-            same = _numbers(version)[: len(prefix)] == prefix
-            if same == (sign == "!="):
-                return False
-            continue
-        a, b = _numbers(version), _numbers(other)
-        length = max(len(a), len(b))
-        a, b = a + (0,) * (length - len(a)), b + (0,) * (length - len(b))
-        compatible = _numbers(other)[:-1]
-        held = {
-            "==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, "<": a < b, ">": a > b,
-            "~=": a >= b and a[: len(compatible)] == compatible,
-        }  # fmt: skip
-        if not held[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", re.split(r"[^0-9.]", version.strip(), maxsplit=1)[0]))
-
-
-def _excludes_us(dist: Any) -> str:
-    """The requirement by which a distribution rules out this version of hal, if it does."""
-    for need in (dist.requires or []) if dist else []:
-        match = _REQUIREMENT.fullmatch(need)
-        if match and _canonical(match[1]) == DISTRIBUTION and not satisfies(__version__, match[2].strip()):
-            return f"{DISTRIBUTION}{match[2].strip()}"
-    return ""
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # --- small things -----------------------------------------------------------------------------------
@@ -385,12 +304,9 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def broken(where: str, error: BaseException) -> State:
-    text = "".join(traceback.format_exception(error))
-    return State("broken", f"{where} raised {type(error).__name__}: {error}", "", text)
-
-
-def examined(requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None) -> State:
+def examined(
+    requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None, who: str = ""
+) -> State:
     """The state that requirements and a probe say."""
     for need in requires:
         lacking = missing(need)
@@ -398,21 +314,27 @@ def examined(requires: Iterable[str], install: str, probe: str | Callable[[], An
             return State("absent", lacking, install or f'pip install "{need}"')
     if probe is None:
         return READY
-    try:
-        said = resolve(probe)()
-    except FAULTS as e:
-        return broken("its probe", e)
-    if said is not None and not isinstance(said, str):
-        return State("broken", f"its probe returned {said!r}; expected None or the reason why not")
+    with watched(f"in the probe of {who}"):
+        said = ask("probe", lambda: resolve(probe)())
+    if isinstance(said, State):
+        return said
     if said:
         reason, _, remedy = said.partition(" — ")
         return State("unavailable", reason, remedy)
     return READY
 
 
-def shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults: what a caller can see of a signature."""
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+def alike(got: inspect.Signature, want: inspect.Signature) -> bool:
+    """Have both the names, kinds and defaults that a caller can see? `got` is a plugin's: its defaults are anything."""
+    return len(got.parameters) == len(want.parameters) and all(
+        (g.name, g.kind) == (w.name, w.kind) and _same_default(g.default, w.default)
+        for g, w in zip(got.parameters.values(), want.parameters.values(), strict=True)
+    )
+
+
+def _same_default(got: Any, want: Any) -> bool:
+    # == of an array is an array.
+    return got is want or (isinstance(got, bool | int | float | str) and bool(got == want))
 
 
 def plain(signature: inspect.Signature) -> str:
@@ -423,19 +345,14 @@ def plain(signature: inspect.Signature) -> str:
 class Observers:
     """Calls the observer hooks, each alone. One that raises is warned about once and unregistered."""
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._manager = manager
+    def __init__(self, managers: Sequence[pluggy.PluginManager]) -> None:
+        self._managers = managers
 
     def tell(self, hook: str, **what: str) -> None:
-        for impl in self._hooks(hook):
-            try:
-                impl.function(*(what[name] for name in impl.argnames))
-            except FAULTS as e:
-                with contextlib.suppress(Exception):
-                    self._manager.unregister(impl.plugin)
-                said = f"raised {type(e).__name__}: {e} in {hook}; it is not called again"
-                warnings.warn(f"hal: observer {impl.plugin_name} {said}", RuntimeWarning, stacklevel=2)
-
-    def _hooks(self, hook: str) -> Iterable[Any]:
-        found: Sequence[Any] = getattr(self._manager.hook, hook).get_hookimpls()
-        return list(found)
+        for manager in self._managers:
+            for impl in list(getattr(manager.hook, hook).get_hookimpls()):
+                failed = attempt(hook, lambda impl=impl: impl.function(*(what[n] for n in impl.argnames)))  # type: ignore[misc]
+                if isinstance(failed, State):
+                    with contextlib.suppress(Exception):
+                        manager.unregister(impl.plugin)
+                    note(f"hal: observer {impl.plugin_name}: {failed.reason}; it is not called again")

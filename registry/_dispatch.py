@@ -11,15 +11,18 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hal import _env
-from hal._errors import ArgumentError, BackendError, HalError, NoBackendError, SelectionError
-from hal.ops._spec import KEY_NAMES, OpSpec, Signature
-from hal.registry import _config, _select
-from hal.registry._discover import Entry, State, resolve
+from hal._devices import parse_device
+from hal._errors import ArgumentError, NoBackendError, SelectionError
+from hal.ops._spec import KEY_NAMES, OpSpec, Signature, shape_name
+from hal.registry import _config, _scope, _select
+from hal.registry._discover import Entry, resolve
+from hal.registry._isolate import State, demand
 from hal.registry._manifest import Impl
 from hal.registry._select import Verdict
 from hal.registry._table import CHECKS, Table, live
@@ -30,34 +33,36 @@ if TYPE_CHECKING:
 # Names with an underscore are ours: no parameter of an op has one.
 _TEMPLATE = """
 def {name}({params}backend=None):
-    _table = _live.table
-    _run = None
-    if _table is not None:
-        try:
-            _run = _table.caches[{name!r}].get((backend, _scope(), {key}))
-        except Exception:
-            pass
+    try:
+        _table = _live.table
+        _run = _table.caches[{name!r}][backend, _scope(), {key}]
+    except Exception:
+        # Of a new kind, the first call of all, or of what has no key.
+        _run = None
     if _run is None:
         return _first({arguments}, backend)
-    if _table.checks and ({sizes} or _table.checks == 2):
-        _again(_table.checks == 2, {arguments})
+    if _table.checks:
+        if {sizes} or _table.checks == 2:
+            _again(_table.checks == 2, {arguments})
+        {own_sizes}
     return _run({call})
 """
 _CHECKED = """
 def {name}({params}):
     try:
-        _known = (_kind := {key}) in _seen
+        _known = (_kind := ({key})) in _seen
     except Exception:
         _kind = _known = None
     if not _known:
         _first(_kind, {arguments})
     elif {full} or {sizes}:
         _again({full}, {arguments})
+    {own_sizes}
     return _run({call})
 """
 _KEY = """
 def _key({params}backend=None):
-    return (backend, _scope(), {key})
+    return backend, _texts(), {key}
 """
 
 _made: dict[str, tuple[OpSpec, Callable[..., Any]]] = {}
@@ -77,7 +82,8 @@ def dispatcher(op: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {
         "__name__": "hal",
         "_live": live,
-        "_scope": _config.scope.get,
+        "_scope": _scope.scope.get,
+        "_texts": _scope.texts,
         **KEY_NAMES,
     }
     # Two steps: `_first` needs the key function, and the dispatched function needs `_first`.
@@ -88,7 +94,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
         *values, backend = args
         return _first(spec, dict(zip(names, values, strict=True)), backend, key)
 
-    namespace.update(_first=first, _again=_again(spec))
+    namespace.update(_first=first, _again=_again(spec), _check_sizes=spec.check_sizes)
     exec(compile(_TEMPLATE.format_map(source), f"<hal dispatch of {spec.name}>", "exec"), namespace)
     fn: Callable[..., Any] = namespace[spec.name]
     fn.__doc__ = spec.doc
@@ -103,12 +109,16 @@ def dispatcher(op: str) -> Callable[..., Any]:
 
 def _sources(spec: OpSpec) -> dict[str, str]:
     """What the templates are filled with. ``sizes``: whether a call of a known kind must be checked again."""
+    # A key looks at most shapes: what it has found, the sizes need not ask for again.
+    shaped: list[str] = []
+    sizes = spec.sizes_source(lambda name: shaped.append(name) or shape_name(name))  # type: ignore[func-returns-value]
     return {
         "name": spec.name,
         "params": parameters(spec),
-        "key": spec.key_source(),
+        "key": spec.key_source(shaped)[1:-1],
         "arguments": ", ".join(spec.args),
-        "sizes": "True" if spec.check_sizes else spec.sizes_source(),
+        "sizes": sizes,
+        "own_sizes": f"else: _check_sizes({', '.join(spec.args)})" if spec.check_sizes else "",
         "call": ", ".join(
             f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
             for p in spec.signature.parameters.values()
@@ -162,7 +172,7 @@ def _first(spec: OpSpec, values: dict[str, Any], backend: Any, key: Callable[...
         if table.checks == 2:
             _check_values(spec, values)
     sig = spec.sign(values)
-    run = _select.select(table, spec, sig, table.levels(backend, _config.scope.get())).run
+    run = _select.select(table, spec, sig, table.levels(backend, _scope.texts())).run
     # Unchecked, an argument may be what no key can be made of.
     with contextlib.suppress(Exception):
         table.caches[spec.name][key(**values, backend=backend)] = run
@@ -175,10 +185,14 @@ def _check_values(spec: OpSpec, values: Mapping[str, Any]) -> None:
         spec.check_values(values)
 
 
+class _SeveralReadyError(SelectionError):
+    """An op without an example has several ready implementations."""
+
+
 class Bound:
     """A frozen namespace of functions, by op: ``hal.bind``'s result."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], lacking: Mapping[str, str]) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], lacking: Mapping[str, Exception]) -> None:
         self.__dict__.update(functions)
         object.__setattr__(self, "_lacking", dict(lacking))
 
@@ -188,7 +202,7 @@ class Bound:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         lacking = self.__dict__.get("_lacking", {})
         if name in lacking:
-            raise NoBackendError(lacking[name])
+            raise lacking[name].with_traceback(None)
         raise AttributeError(f"no op {name}{_env.did_you_mean(name, [*self, *lacking])}")
 
     def __iter__(self) -> Iterator[str]:
@@ -206,21 +220,24 @@ def bind(
 ) -> Bound:
     """The backend's own functions, with no wrapper around them: ``ops = hal.bind("cuda"); ops.rope_kv_write(...)``.
 
-    Bound functions are unchecked by contract: a wrong dtype, shape or stride is undefined; a wrong device raises,
-    and any index value is safe.
+    Bound functions are unchecked by contract: a wrong dtype, shape or stride is undefined, and so is a tensor without
+    memory (fake, meta, a wrapper); a wrong device raises, and any index value is safe. Autograd is told nothing: what
+    requires grad is read and written as it is, and its version is not counted up.
 
     Args:
         device: whose tensors the functions will get.
         backend: the grammar of ``HAL_BACKEND``; None: as a dispatched call would choose.
         like: op -> an example call: a tuple of positional arguments, or a dict of arguments by name. Chooses by
-            what the example needs. Without one, an op with several ready implementations raises.
+            what the example needs. Without one, an op with several ready implementations raises: at once, or
+            where other ops have examples, when it is asked for.
         checks: ``off``; ``args`` or ``full`` wrap each function in the contract's checks.
 
     Raises:
         NoBackendError: nothing may run an op of `like`. An op without an example that nothing can run raises when
             it is asked for.
-        SelectionError: an unknown name, several ready implementations and no example, or an example elsewhere.
-        ArgumentError: an example that breaks the contract.
+        SelectionError: an unknown name, several ready implementations and no example, an example elsewhere, or a
+            device that this machine does not have.
+        ArgumentError: an example that breaks the contract, or no such device.
 
     Example:
         >>> import torch, hal
@@ -236,10 +253,13 @@ def bind(
     examples = dict(like or {})
     for op in examples:
         table.spec(op)
-    kind = torch.device(device).type
-    levels = table.levels(backend, _config.scope.get())
+    where = parse_device("bind", "device", device)
+    if table.lane == "device":
+        _need(where, f"bind({str(device)!r})")
+    kind = where.type
+    levels = table.levels(backend, _scope.texts())
     functions: dict[str, Callable[..., Any]] = {}
-    lacking: dict[str, str] = {}
+    lacking: dict[str, Exception] = {}
     for op in table.op_names:
         spec = table.spec(op)
         if op in examples:
@@ -251,13 +271,37 @@ def bind(
                 raise SelectionError(f"hal: bind({str(device)!r}): the example of {op} is on {sig.device}")
             run = _select.select(table, spec, sig, levels).run
         else:
-            found = _bind_by_device(table, spec, kind, levels)
+            try:
+                found = _bind_by_device(table, spec, kind, levels)
+            except _SeveralReadyError as e:
+                if not examples:
+                    raise SelectionError(str(e)) from None
+                lacking[op] = SelectionError(str(e))
+                continue
             if isinstance(found, str):
-                lacking[op] = found
+                lacking[op] = NoBackendError(found)
                 continue
             run = found
         functions[op] = run if checks == "off" else _checked(spec, run, checks)
     return Bound(functions, lacking)
+
+
+def _need(device: str | torch.device, what: str) -> None:
+    """Raises where this machine lacks a device: what would run elsewhere is no answer to what was asked."""
+    kind, _, index = str(device).partition(":")
+    if kind in ("cpu", "meta"):
+        return
+    module = getattr(torch, kind, None)
+    available = getattr(module, "is_available", None)
+    if available is None or not available():
+        raise SelectionError(
+            f"hal: {what}: this machine has no {kind} device (torch {torch.__version__}); expected cpu, or "
+            "one whose driver and build of torch are installed"
+        )
+    if index and int(index) >= module.device_count():  # type: ignore[union-attr]
+        raise SelectionError(
+            f"hal: {what}: this machine has {module.device_count()} {kind} devices"  # type: ignore[union-attr]
+        )
 
 
 def _bind_by_device(
@@ -265,8 +309,34 @@ def _bind_by_device(
 ) -> Callable[..., Any] | str:
     """The one ready implementation for a device type, or the message that there is none."""
     name, source = _select.decide(levels, spec.name)
+    refused: list[Verdict] = []
+    said: list[str] = []
+    for link in name.split(">"):
+        found = _bind_one(table, spec, device, link, source)
+        if isinstance(found, str):
+            said.append(found)
+        elif isinstance(found, _select.Explanation):
+            said.append(str(found))
+            refused += found.verdicts
+        else:
+            if refused:
+                chosen = Verdict(link, table.lane, "chosen")
+                _select.downgrades(
+                    table,
+                    _select.Explanation(spec.name, spec.name, chosen, (*refused, chosen), source, True),
+                )
+            return found
+    return "\n".join(said)
+
+
+def _bind_one(
+    table: Table, spec: OpSpec, device: str, name: str, source: str
+) -> Callable[..., Any] | _select.Explanation | str:
+    """What one name of a chain, or ``auto``, has for a device type; or why it has nothing."""
     if name == "reference":
-        return spec.reference
+        verdict = Verdict("reference", "device", "chosen")
+        told = _select.Explanation(spec.name, spec.name, verdict, (verdict,), source, True)
+        return _select.traced(table, spec.reference, told, device) if table.trace else spec.reference
     auto = name == "auto"
     lane, which = table.lane, ""
     pairs: list[tuple[Entry, Impl | None]]
@@ -294,21 +364,22 @@ def _bind_by_device(
             verdicts.append(Verdict(title, lane, "chosen"))
             ready.append((title, run))
     if len(ready) > 1:
-        raise SelectionError(
+        raise _SeveralReadyError(
             f"hal: bind: {spec.name} has several ready implementations: {', '.join(n for n, _ in ready)}; give an "
             f"example, like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][0]}'"
         )
     if not ready and not auto:
-        return str(_select.Explanation(spec.name, spec.name, None, tuple(verdicts), source, True))
+        return _select.Explanation(spec.name, spec.name, None, tuple(verdicts), source, True)
     if not ready:
         verdicts.append(Verdict("reference", lane, "chosen"))
         ready.append(("reference", spec.reference))
     chosen = next(v for v in verdicts if v.state == "chosen")
+    told = _select.Explanation(spec.name, spec.name, chosen, tuple(verdicts), source, not auto)
     if auto:
-        told = _select.Explanation(spec.name, spec.name, chosen, tuple(verdicts), source, False)
         _select.downgrades(table, told)
     table.observers.tell("hal_on_bind", op=spec.name, backend=chosen.name, lane=lane)
-    return ready[0][1]
+    run = ready[0][1]
+    return _select.traced(table, run, told, device) if table.trace else run
 
 
 def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
@@ -332,6 +403,7 @@ def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[...
         "_seen": seen,
         "_first": first,
         "_again": _again(spec),
+        "_check_sizes": spec.check_sizes,
         "_run": run,
         **KEY_NAMES,
     }
@@ -351,7 +423,8 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> E
         backend: as in the call.
 
     Raises:
-        SelectionError: an unknown op or backend.
+        SelectionError: an unknown op or backend, or something would run a `Signature` of a device that this machine
+            does not have.
         ArgumentError: the arguments break the contract.
 
     Example:
@@ -368,7 +441,10 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> E
         values = spec.bind(*args, **kwargs)
         spec.check_call(values)
         sig = spec.sign(values)
-    return _select.explain(table, spec, sig, table.levels(backend, _config.scope.get()))[0]
+    told = _select.explain(table, spec, sig, table.levels(backend, _scope.texts()))[0]
+    if told.chosen is not None and table.lane == "device":
+        _need(sig.device, f"explain({op!r})")
+    return told
 
 
 def warmup(
@@ -399,7 +475,8 @@ def warmup(
     table = live.current()
     for op in ops or ():
         table.spec(op)
-    kind = torch.device(device).type
+    where = parse_device("warmup", "device", device)
+    kind = where.type
     if backend is not None and backend not in table.entries:
         near = _env.did_you_mean(backend, table.entries)
         raise SelectionError(
@@ -418,11 +495,13 @@ def warmup(
             continue
         if manifest.warmup is not None:
             begin = time.perf_counter()
-            try:
-                resolve(manifest.warmup)(list(ops or table.op_names), torch.device(device), **options)
-            except HalError:
-                raise
-            except Exception as e:
-                raise BackendError(f"hal: warmup: {name} raised {type(e).__name__}: {e}") from e
+            warm = partial(
+                _call, manifest.warmup, list(ops or table.op_names), torch.device(device), **options
+            )
+            demand(f"warmup: {name}", warm)
             seconds[name] = time.perf_counter() - begin
     return seconds
+
+
+def _call(target: str | Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return resolve(target)(*args, **options)

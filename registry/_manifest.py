@@ -61,6 +61,14 @@ class Impl:
         for name in ("lanes", "requires"):
             _words(f"an Impl's {name}", getattr(self, name))
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        _target("an Impl's fn", self.fn, none=False)
+        for name in ("supports", "probe"):
+            _target(f"an Impl's {name}", getattr(self, name))
+        for name in ("name", "install", "note"):
+            _kind(f"an Impl's {name}", getattr(self, name), str)
+        _kind("an Impl's priority", self.priority, int)
+        for name in ("graph_safe", "deterministic", "named"):
+            _kind(f"an Impl's {name}", getattr(self, name), bool)
         if self.named and not self.name:
             raise ValueError(f"an Impl that is taken where it is named needs a name: {self.fn!r}")
 
@@ -116,10 +124,22 @@ class Backend:
         several = self.requires.values() if isinstance(self.requires, Mapping) else [self.requires]
         for requires in several:
             _words(f"{self.name}: requires", requires)
+        _kind(f"{self.name}: extra", self.extra, str)
+        for lane, probe in self.probe.items() if isinstance(self.probe, Mapping) else [("", self.probe)]:
+            _target(f"{self.name}: probe{f'[{lane!r}]' if lane else ''}", probe)
+        for name in ("warmup", "inspect", "tune", "status"):
+            _target(f"{self.name}: {name}", getattr(self, name))
+        if self.waivers is not None:
+            _kind(f"{self.name}: waivers", self.waivers, str)
+        if not isinstance(self.limits, Mapping) or not all(
+            isinstance(word, str) for pair in self.limits.items() for word in pair
+        ):
+            raise TypeError(f"{self.name}: limits: expected name -> a sentence; got {self.limits!r}")
         if not isinstance(self.ops, Mapping):
             raise TypeError(f"{self.name}: ops: expected op -> Impl; got {self.ops!r}")
         for op, found in self.ops.items():
-            impls = [found] if isinstance(found, Impl) else list(found)
+            _kind(f"{self.name}: the name of an op", op, str)
+            impls = [found] if not isinstance(found, Sequence) or isinstance(found, str) else list(found)
             for impl in impls:
                 if not isinstance(impl, Impl):
                     raise TypeError(f"{self.name}: ops[{op!r}]: expected an Impl or several; got {impl!r}")
@@ -133,6 +153,11 @@ class Backend:
             names = [i.name for i in impls]
             if len(set(names)) != len(names):
                 raise ValueError(f"{self.name}: two implementations of {op} have one name: {names}")
+        # Copies: what a plugin does to its own dictionaries afterwards was never looked at.
+        ops = {op: f if isinstance(f, Impl) else tuple(f) for op, f in self.ops.items()}
+        lanes = {lane: tuple(devices) for lane, devices in self.lanes.items()}
+        for name, copy in (("lanes", lanes), ("ops", ops), ("limits", dict(self.limits))):
+            object.__setattr__(self, name, copy)
 
     def impls(self, op: str) -> tuple[Impl, ...]:
         """The implementations of `op`, highest priority first."""
@@ -148,6 +173,22 @@ def _words(what: str, words: object) -> None:
         or not all(isinstance(w, str) for w in words)
     ):
         raise TypeError(f"{what}: expected a sequence of strings; got {words!r}")
+
+
+def _kind(what: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{what}: expected {_KINDS[kind]}; got {value!r}")
+
+
+_KINDS = {str: "a string", int: "an integer", bool: "True or False"}
+
+
+def _target(what: str, value: object, none: bool = True) -> None:
+    if isinstance(value, str) or (none and value is None):
+        return
+    if not callable(value) or type(value).__hash__ is None:
+        # Implementations are keys of the registry's tables.
+        raise TypeError(f"{what}: expected 'pkg.module:function', or a function; got {value!r}")
 
 
 class Hooks:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hal import _trace
 from hal._errors import BackendError, FallbackWarning, NoBackendError
-from hal.registry._config import Choice
-from hal.registry._discover import FAULTS, Entry, State, broken, resolve
+from hal.registry._config import Choice, asker
+from hal.registry._discover import Entry, resolve
+from hal.registry._isolate import State, ask
 from hal.registry._manifest import Impl
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Explanation:
     verdicts: tuple[Verdict, ...]
     decided_by: str
     strict: bool
+    asked_by: str = field(default_factory=lambda: asker.get())
+    """The engine's layer that asks, inside an engine; else empty."""
 
     def __str__(self) -> str:
         head = (
@@ -58,6 +62,8 @@ class Explanation:
             why = v.reason + (f" — {v.remedy}" if v.remedy else "")
             lines.append(f"  {v.name:<{width}}  {v.state:<13} {why}".rstrip())
         lines.append(f"  chosen by {self.decided_by}{' (strict)' if self.strict else ''}." + self._advice())
+        if self.asked_by:
+            lines.append(f"  asked by {self.asked_by}")
         return "\n".join(lines)
 
     def _advice(self) -> str:
@@ -126,11 +132,20 @@ def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
             table.observers.tell("hal_on_reject", op=spec.name, backend=v.name, reason=v.reason)
     if selection is None:
         raise NoBackendError(str(told))
-    if not told.strict:
-        downgrades(table, told)
+    downgrades(table, told)
     assert told.chosen is not None
     table.observers.tell("hal_on_bind", op=spec.name, backend=told.chosen.name, lane=told.chosen.lane)
+    if table.trace:
+        run = traced(table, selection.run, told, sig.device)
+        return replace(selection, run=run)
     return selection
+
+
+def traced(table: Table, run: Callable[..., Any], told: Explanation, device: str) -> Callable[..., Any]:
+    """`run`, counting its calls under the name of what was chosen."""
+    assert told.chosen is not None
+    lane = "" if told.chosen.lane == "device" else f" ({told.chosen.lane})"
+    return _trace.counted(run, told.op, told.chosen.name + lane, device, table.trace)
 
 
 def capturing(device: str) -> bool:
@@ -145,12 +160,19 @@ def capturing(device: str) -> bool:
 
 
 def downgrades(table: Table, told: Explanation) -> None:
-    """Warns, once each, of what `auto` passed over on its way; with ``fallback="error"`` it raises instead."""
+    """Warns, once each, of what was passed over on the way; with ``fallback="error"`` it raises instead.
+
+    A chain is the user's own order: a refusal in it is no downgrade, a backend that broke is.
+    """
     assert told.chosen is not None
     # What stands behind the chosen one would not have been asked.
     before = told.verdicts[: told.verdicts.index(told.chosen)]
-    passed = [v for v in before if v.state in ("rejected", "broken")]
-    at_reference = told.chosen.name == "reference"
+    if told.strict:
+        mine = told.chosen.name.partition("/")[0]
+        passed = [v for v in before if v.state == "broken" and v.name.partition("/")[0] != mine]
+    else:
+        passed = [v for v in before if v.state in ("rejected", "broken")]
+    at_reference = told.chosen.name == "reference" and not told.strict
     if at_reference and not passed:
         passed = list(before[:1])
     if not passed and not at_reference:
@@ -188,22 +210,25 @@ def _named(
     def told(chosen: Verdict | None, verdicts: Sequence[Verdict]) -> Explanation:
         return Explanation(spec.name, str(sig), chosen, tuple(verdicts), source, True)
 
-    if name == "reference":
-        verdict = _reference(spec, "chosen")
-        explanation = told(verdict, [verdict])
-        return explanation, Selection(spec.reference, None, None, explanation)
-    backend, _, which = name.partition("/")
-    entry = table.entries[backend]
     verdicts: list[Verdict] = []
-    for impl in wanted(entry, spec.name, which) or (None,):
-        verdict, run = _judge(table, entry, impl, spec, sig, table.lane, which)
-        if run is not None:
-            chosen = Verdict(verdict.name, verdict.lane, "chosen")
-            rest = _others(table, spec, sig, entry) if others else []
-            explanation = told(chosen, [*verdicts, chosen, *rest])
-            return explanation, Selection(run, entry, impl, explanation)
-        verdicts.append(verdict)
-    return told(None, [*verdicts, *_others(table, spec, sig, entry)]), None
+    asked: list[Entry] = []
+    for link in name.split(">"):
+        if link == "reference":
+            verdict = _reference(spec, "chosen")
+            explanation = told(verdict, [*verdicts, verdict])
+            return explanation, Selection(spec.reference, None, None, explanation)
+        backend, _, which = link.partition("/")
+        entry = table.entries[backend]
+        asked.append(entry)
+        for impl in wanted(entry, spec.name, which) or (None,):
+            verdict, run = _judge(table, entry, impl, spec, sig, table.lane, which)
+            if run is not None:
+                chosen = Verdict(verdict.name, verdict.lane, "chosen")
+                rest = _others(table, spec, sig, asked) if others else []
+                explanation = told(chosen, [*verdicts, chosen, *rest])
+                return explanation, Selection(run, entry, impl, explanation)
+            verdicts.append(verdict)
+    return told(None, [*verdicts, *_others(table, spec, sig, asked)]), None
 
 
 def wanted(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
@@ -225,11 +250,11 @@ def _unnamed(table: Table, op: str, device: str) -> list[Verdict]:
     return out
 
 
-def _others(table: Table, spec: OpSpec, sig: Signature, but: Entry) -> list[Verdict]:
+def _others(table: Table, spec: OpSpec, sig: Signature, asked: Sequence[Entry]) -> list[Verdict]:
     """What the backends that were not asked for would have said. Only states: nothing more is imported."""
     out = []
     for entry in table.entries.values():
-        if entry is not but and entry.impls(spec.name):
+        if entry not in asked and entry.impls(spec.name):
             state = entry.state("device")
             fits = entry.manifest is not None and sig.device in entry.manifest.lanes.get("device", ())
             if state.ready and not fits:
@@ -315,12 +340,10 @@ def _judge(
     if isinstance(run, State):
         return no(run)
     if impl.supports is not None:
-        try:
-            said = resolve(impl.supports)(sig)
-        except FAULTS as e:
-            return no(broken("its supports", e))
-        if said is not None and not isinstance(said, str):
-            return no(State("broken", f"its supports returned {said!r}; expected None or the reason why not"))
+        supports = impl.supports
+        said = ask("supports", lambda: resolve(supports)(sig))
+        if isinstance(said, State):
+            return no(said)
         if said:
             return no(State("rejected", said))
     return Verdict(name, lane, "ready"), run

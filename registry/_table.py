@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hal import _env
+from hal import _env, _trace
 from hal import ops as _ops
 from hal._errors import SelectionError
-from hal.registry import _config
+from hal.registry import _config, _scope
 from hal.registry._config import Choice
-from hal.registry._discover import READY, Entry, Found, Observers, State, discover
+from hal.registry._discover import Entry, Found, Observers, discover
+from hal.registry._isolate import READY, State
 from hal.registry._manifest import Backend, Impl
 
 if TYPE_CHECKING:
@@ -31,36 +32,49 @@ class Table:
     """One snapshot. Its caches are filled as calls of new kinds come; everything else never changes."""
 
     def __init__(
-        self, found: Found, settings: Mapping[str, Any], warned: set[tuple[str, ...]] | None = None
+        self,
+        found: Found,
+        settings: Mapping[str, Any],
+        environment: _env.Environment,
+        warned: set[tuple[str, ...]] | None = None,
     ) -> None:
         self.found = found
         self.entries = found.entries
-        self.observers = Observers(found.manager)
+        self.observers = Observers(found.managers)
         self.settings = dict(settings)
-        self.foreign = _env.check_names()
-        self.lane = _env.get("HAL_LANE")
+        self.environment = environment
+        self.lane = environment["HAL_LANE"]
         if self.lane == "interpreter":
             _enter_interpreter()
-        self.fallback = settings.get("fallback") or _env.get("HAL_FALLBACK")
-        self.checks_name = settings.get("checks") or _env.get("HAL_CHECKS")
+        self.fallback = settings.get("fallback") or environment["HAL_FALLBACK"]
+        self.checks_name = settings.get("checks") or environment["HAL_CHECKS"]
         self.checks = CHECKS[self.checks_name]
+        self.trace = _trace.setting(settings.get("trace"))
+        _env.get_list("HAL_ENGINES")  # a wrong name is an error wherever it is read first
         self.op_names = (*_ops.BUILTIN, *(n for n in found.specs if n not in _ops.BUILTIN))
+        self._names = {
+            n: {e.title(i) for op in (e.manifest.ops if e.manifest else ()) for i in e.impls(op)}
+            for n, e in self.entries.items()
+        }
+        self._parsed: dict[tuple[str, str], Choice] = {}
         named = (
             (settings.get("backend"), "hal.configure(backend={!r})"),
-            (_env.get("HAL_BACKEND"), "HAL_BACKEND={}"),
+            (environment["HAL_BACKEND"], "HAL_BACKEND={}"),
         )
         self.choices = tuple(self.parse(text, shown) for text, shown in named if text)
         self.caches: dict[str, dict[Any, Callable[..., Any]]] = {op: {} for op in self.op_names}
         self.warned = set() if warned is None else warned
 
     def parse(self, text: str, shown: str) -> Choice:
-        choice = _config.parse(text, shown.format)
-        names = {
-            n: {e.title(i) for op in (e.manifest.ops if e.manifest else ()) for i in e.impls(op)}
-            for n, e in self.entries.items()
-        }
-        _config.verify(choice, names, self.op_names, self.found.blocked)
-        return choice
+        """A choice whose names are in this table; what was parsed once is remembered."""
+        known = self._parsed.get((text, shown)) if isinstance(text, str) else None
+        if known is None:
+            known = _config.parse(text, shown.format)
+            _config.verify(known, self._names, self.op_names, self.found.blocked)
+            if len(self._parsed) >= 1000:
+                self._parsed.clear()
+            self._parsed[text, shown] = known
+        return known
 
     def spec(self, op: str) -> OpSpec:
         """The contract of an op; a `SelectionError` with did-you-mean for an unknown one."""
@@ -95,7 +109,10 @@ class Live:
         self.lock = threading.RLock()
         self.settings: dict[str, Any] = {}
         self.registered: dict[str, Entry] = {}
+        self.environment: _env.Environment | None = None
+        """As it was read at the first need, or by the last `reload`: always before plugins were loaded."""
         self.table: Any = None
+        self.loading = False
 
     def current(self) -> Table:
         """The table; built at the first need."""
@@ -104,17 +121,37 @@ class Live:
             with self.lock:
                 table = self.table
                 if table is None:
-                    table = self.table = Table(discover(self.registered), self.settings)
+                    table = self._discovered(self.registered, self.environment or _env.Environment.read())
         return table  # type: ignore[no-any-return]
 
-    def swap(self, found: Found | None, settings: Mapping[str, Any]) -> None:
-        """A new table; on an error the old one stays."""
+    def rediscover(
+        self, registered: Mapping[str, Entry], environment: _env.Environment | None = None
+    ) -> None:
+        """A new table of the plugins and of what was registered; on an error the old one stays.
+
+        Args:
+            environment: None: as it was read last.
+        """
         with self.lock:
+            self._discovered(registered, environment or self.current().environment)
+
+    def _discovered(self, registered: Mapping[str, Entry], environment: _env.Environment) -> Table:
+        settings, before = dict(self.settings), self.loading
+        self.loading = True
+        try:
+            table = Table(discover(registered, environment.plugins), settings, environment)
+        finally:
+            self.loading = before
+        self.environment, self.registered, self.table = environment, dict(registered), table
+        return table
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """A new table of the same plugins; on an error the old one stays."""
+        with self.lock:
+            old = self.current()
             # Other settings make no new warnings; other plugins and another environment do.
-            old = self.current() if found is None else None
-            table = Table(old.found, settings, old.warned) if old else Table(found, settings)  # type: ignore[arg-type]
+            self.table = Table(old.found, settings, old.environment, old.warned)
             self.settings = dict(settings)
-            self.table = table
 
 
 live = Live()
@@ -124,10 +161,16 @@ os.register_at_fork(after_in_child=lambda: setattr(live, "lock", threading.RLock
 def reload() -> None:
     """Reads the environment and the plugins again. What `hal.configure` set and `hal.register` added stays."""
     with live.lock:
-        live.swap(discover(live.registered), live.settings)
+        live.rediscover(live.registered, _env.Environment.read())
 
 
-def configure(*, backend: str | None = None, fallback: str | None = None, checks: str | None = None) -> None:
+def configure(
+    *,
+    backend: str | None = None,
+    fallback: str | None = None,
+    checks: str | None = None,
+    trace: str | None = None,
+) -> None:
     """Process-wide settings, for an engine's flags; stronger than the environment.
 
     None leaves a setting as it is, ``""`` unsets it.
@@ -136,6 +179,7 @@ def configure(*, backend: str | None = None, fallback: str | None = None, checks
         backend: the grammar of ``HAL_BACKEND``.
         fallback: ``warn`` or ``error``.
         checks: ``args``, ``full`` or ``off``.
+        trace: the grammar of ``HAL_TRACE``; functions that were bound before are not counted.
 
     Raises:
         SelectionError: an unknown name or value; nothing is changed.
@@ -146,22 +190,30 @@ def configure(*, backend: str | None = None, fallback: str | None = None, checks
         >>> hal.configure(checks="")
     """
     for name, value, allowed in (
+        ("backend", backend, ()),
         ("fallback", fallback, _env.CHOICES["HAL_FALLBACK"]),
         ("checks", checks, _env.CHOICES["HAL_CHECKS"]),
     ):
-        if value and value not in allowed:
+        if value is not None and not isinstance(value, str):
+            raise SelectionError(f"hal: configure({name}={value!r}): expected a text, or None")
+        if allowed and value and value not in allowed:
             near = _env.did_you_mean(value, allowed)
             raise SelectionError(
                 f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{near}"
             )
-    given = {"backend": backend, "fallback": fallback, "checks": checks}
+    given = {"backend": backend, "fallback": fallback, "checks": checks, "trace": trace}
     with live.lock:
-        live.swap(None, {**live.settings, **{k: v for k, v in given.items() if v is not None}})
+        if live.loading:
+            raise SelectionError("hal: configure() by a plugin that is being loaded: settings are the user's")
+        live.configure({**live.settings, **{k: v for k, v in given.items() if v is not None}})
 
 
-@contextmanager
-def use(backend: str) -> Iterator[None]:
+def use(backend: str) -> AbstractContextManager[None]:
     """Chooses backends for a block of code, in this thread or task alone.
+
+    In the code of a generator the block holds while the generator runs, not while it is paused: what it yields to goes
+    on as it was. A generator that is a context manager (`contextlib`) or a fixture of pytest's yields to the very code
+    that is meant, and there it does hold.
 
     Args:
         backend: the grammar of ``HAL_BACKEND``. In nested blocks, per op, the innermost that says anything decides.
@@ -172,12 +224,23 @@ def use(backend: str) -> Iterator[None]:
         ...     hal.get_last_loc(torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0]), torch.tensor([1]))
         tensor([0])
     """
-    live.current().parse(backend, "hal.use({!r})")
-    token = _config.scope.set((backend, *_config.scope.get()))
-    try:
-        yield
-    finally:
-        _config.scope.reset(token)
+    return _Use(backend)
+
+
+class _Use(ContextDecorator):
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.blocks: list[_scope.Block] = []
+
+    def _recreate_cm(self) -> _Use:
+        return _Use(self.backend)
+
+    def __enter__(self) -> None:
+        live.current().parse(self.backend, "hal.use({!r})")
+        self.blocks.append(_scope.enter(self.backend, _scope.caller()))
+
+    def __exit__(self, *error: object) -> None:
+        _scope.leave(self.blocks.pop())
 
 
 def register(
@@ -234,9 +297,8 @@ def register(
                 manifest = Backend(backend, lanes, ops)
             except (TypeError, ValueError) as e:
                 raise SelectionError(f"hal: register({op!r}): {e}") from None
-            registered = {**live.registered, backend: Entry(backend, manifest, "registered", "hal.register")}
-            live.swap(discover(registered), live.settings)
-            live.registered = registered
+            entry = Entry(backend, manifest, "registered", "hal.register")
+            live.rediscover({**live.registered, backend: entry})
         return fn
 
     return add
@@ -245,9 +307,7 @@ def register(
 def unregister(backend: str) -> None:
     """Takes back everything that `hal.register` added under this name."""
     with live.lock:
-        registered = {n: e for n, e in live.registered.items() if n != backend}
-        live.swap(discover(registered), live.settings)
-        live.registered = registered
+        live.rediscover({n: e for n, e in live.registered.items() if n != backend})
 
 
 def table() -> Mapping[str, Mapping[str, tuple[tuple[Impl, State], ...]]]:

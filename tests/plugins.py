@@ -66,8 +66,12 @@ class Kept:
     """hal's process-wide state, put back on leaving; modules that came meanwhile are forgotten."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("HAL_BACKEND", "HAL_FALLBACK", "HAL_CHECKS", "HAL_PLUGINS", "HAL_LANE"):
-            monkeypatch.delenv(name, raising=False)
+        for name in (
+            "HAL_BACKEND", "HAL_FALLBACK", "HAL_CHECKS", "HAL_PLUGINS", "HAL_LANE", "HAL_ENGINES", "HAL_TRACE",
+        ):  # fmt: skip
+            # Set first: what a test's code puts there on its own is taken back as well.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         fresh = Live()
         self.old = {n: getattr(live, n) for n in vars(fresh) if n != "lock"}
         for n in self.old:

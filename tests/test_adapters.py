@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 import hal
+from hal._remote.target import Bound, DirectTarget
 from hal.backends.ascend import _fused
 from hal.backends.cuda import _flashinfer
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import cases_of
 from hal.conformance._proofs import BOUND, Refused, Run, run_case
 from hal.conformance._result import FAILED, PASSED, Case
-from hal.conformance._target import Bound, DirectTarget
 from hal.ops import spec
 from hal.ops._judge import right_any
 from hal.ops._spec import OpSpec

@@ -55,23 +55,23 @@ def test_public_things_have_docstrings() -> None:
             assert thing.__doc__, name
 
 
-def blocks() -> list[tuple[str, str | None]]:
-    """README's python blocks, each with the output block right after it, if there is one."""
-    if not README.exists():
-        return []
-    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", README.read_text(), re.M | re.S)
+def blocks(page: Path) -> list[tuple[str, str | None]]:
+    """A page's python blocks, each with the output block right after it, if there is one."""
+    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", page.read_text(), re.M | re.S)
     return [(code, output or None) for code, output in found]
 
 
 @pytest.mark.skipif(not README.exists(), reason="no README.md here")
 @pytest.mark.usefixtures("fresh")
-def test_readme_runs() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/engines.md"])
+def test_page_runs(page: str) -> None:
+    """Blocks marked ``python notest`` need what is not here: an engine, a model."""
     names: dict[str, object] = {}
     outputs = 0
-    for code, output in blocks():
+    for code, output in blocks(ROOT / page):
         told = io.StringIO()
         with contextlib.redirect_stdout(told):
-            exec(compile(code, "README.md", "exec"), names)
+            exec(compile(code, page, "exec"), names)
         if output is not None:
             outputs += 1
             assert told.getvalue() == output

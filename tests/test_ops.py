@@ -468,7 +468,7 @@ def test_two_accelerators_are_an_error() -> None:
         last.sign({**args, "req_pool_indices": args["req_pool_indices"].to("meta"), "prefix_lens": odd})
     assert e.value.argument == "prefix_lens"
     with pytest.raises(hal.ArgumentError, match="the call's device") as e:
-        last.check_call({**args, "prefix_lens": args["prefix_lens"].to("meta")})
+        last.check_call({**args, "prefix_lens": odd})
     assert e.value.argument == "req_to_token"
 
 

@@ -12,7 +12,7 @@ from plugins import Plugins, manifest
 
 import hal
 from hal.registry import API, Backend, Impl
-from hal.registry._discover import Entry, missing, resolve, satisfies
+from hal.registry._discover import Entry, missing, resolve
 from hal.registry._table import live
 
 TABLE = torch.tensor([[7, 8]], dtype=torch.int32)
@@ -409,7 +409,7 @@ def test_observers(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.load()
     assert set(live.current().entries) == {"acme"}
     with pytest.warns(
-        RuntimeWarning, match="observer angry .* raised OSError: angry in hal_on_fallback"
+        RuntimeWarning, match="observer angry .*: hal_on_fallback raised OSError: angry"
     ) as caught:
         assert last() == 8
     assert len([w for w in caught if w.category is RuntimeWarning]) == 1
@@ -560,17 +560,33 @@ def test_manifest_without_a_hook_is_a_plain_value() -> None:
         ("3.6.1", "==3.6.*", True), ("3.7", "==3.6.*", False), ("3.6.1", "!=3.6.*", False), ("3.7", "!=3.6.*", True),
         ("3.6", "!=3.6.0", False), ("2.10", ">2.9", True), ("2.10", "<=2.9", False), ("1.4.5", "~=1.4.2", True),
         ("1.5.0", "~=1.4.2", False), ("1.5.0", "~=1.4", True), ("2.0", "~=1.4", False), ("1.0", "", True),
-        ("1.0", "nonsense", False),
+        ("3.6.0rc1", ">=3.6", False), ("3.6.0rc1", "==3.6.0", False), ("3.6.0rc1", ">=3.5", True),
+        ("3.7.0rc1", "<3.7", False), ("1!2.0", ">=3", True), ("no version", ">=3", False),
     ],
 )  # fmt: skip
-def test_satisfies(version: str, wanted: str, met: bool) -> None:
-    assert satisfies(version, wanted) is met
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, wanted: str, met: bool) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert (missing(f"acme{wanted}") == "") is met
 
 
-def test_missing() -> None:
-    assert missing("torch") == missing("torch[opt] (>=1.0) ; python_version > '3'") == ""
-    assert missing("no-such-dist>=1") == "needs no-such-dist>=1"
-    assert missing("a b c").startswith("its requirement")
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        ("torch", ""),
+        ("torch[opt] (>=1.0) ; python_version > '3'", ""),
+        ("no-such-dist>=1", "needs no-such-dist>=1"),
+        ("no-such-dist ; sys_platform == 'no-such-platform'", ""),
+        ("no-such-dist>=1 ; sys_platform != 'no-such-platform'", "needs no-such-dist>=1"),
+        ("torch>=99; sys_platform=='no-such-platform'", ""),
+        ("no-such-dist ; extra == 'gpu'", ""),
+        ("a b c", "its requirement 'a b c' can't be read"),
+        ("torch nonsense", "its requirement"),
+        ("torch ; nonsense == '1'", "its requirement"),
+    ],
+)
+def test_missing(requirement: str, said: str) -> None:
+    assert missing(requirement).startswith(said)
+    assert bool(missing(requirement)) == bool(said)
 
 
 def test_resolve() -> None:

@@ -301,12 +301,13 @@ def test_ending_at_the_reference_is_a_downgrade(monkeypatch: pytest.MonkeyPatch)
 def test_absent_is_no_downgrade_but_the_last_resort_names_it(
     plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HAL_PLUGINS", "acme,zeta")
+    monkeypatch.setenv("HAL_PLUGINS", "acme")
     plugins.add("acme", manifest("acme", requires='("acme_rt",)'))
     plugins.load()
     with pytest.warns(hal.FallbackWarning, match="acme absent: needs acme_rt — pip install"):
         assert last() == 8
     plugins.add("zeta", manifest("zeta"))
+    monkeypatch.setenv("HAL_PLUGINS", "acme,zeta")
     plugins.load()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -441,6 +442,16 @@ def test_bind_rules() -> None:
     like = {"get_last_loc": {"req_to_token": TABLE, "req_pool_indices": ZERO, "prefix_lens": TWO}}
     with pytest.warns(hal.FallbackWarning):
         assert int(hal.bind("cpu", like=like).get_last_loc(TABLE, ZERO, TWO)[0]) == 1
+    # Of no concern to who has an example of what is called.
+    for name in ("b1", "b2"):
+        hal.register("kv_write", backend=name)(spec("kv_write").reference)
+    with pytest.warns(hal.FallbackWarning):
+        bound = hal.bind("cpu", like=like)
+    assert int(bound.get_last_loc(TABLE, ZERO, TWO)[0]) == 1
+    with pytest.raises(
+        hal.SelectionError, match="kv_write has several ready implementations: b1, b2; give an"
+    ):
+        _ = bound.kv_write
     with pytest.raises(hal.SelectionError, match="unknown op nothing"):
         hal.bind("cpu", like={"nothing": ()})
     with pytest.raises(hal.SelectionError, match=r"checks='arg'.*did you mean args"):
@@ -556,7 +567,11 @@ def test_interpreter_lane_needs_to_come_before_triton(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("fresh")
 def test_selecting_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """meta stands in for the device; its namespace, for torch.cuda."""
+    """meta stands in for the device, under tensors that have memory; its namespace, for torch.cuda."""
+
+    class Far(torch.Tensor):
+        device = torch.device("meta")  # type: ignore[assignment]
+        is_cpu = False  # type: ignore[assignment]
 
     class Meta:
         capturing = False
@@ -568,7 +583,7 @@ def test_selecting_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "meta", Meta, raising=False)
     monkeypatch.setenv("HAL_PLUGINS", "none")
     hal.register("get_last_loc", backend="far", devices=("meta",))(constant(1))
-    args = [t.to("meta") for t in (TABLE, ZERO, TWO)]
+    args = [t.as_subclass(Far) for t in (TABLE, ZERO, TWO)]
     with hal.use("far"):
         hal.get_last_loc(*args)
         Meta.capturing = True

@@ -48,6 +48,11 @@ def hal_backend() -> Backend:
                 supports=f"{_HERE}.build_kv_indices:supports",
                 deterministic=True,
             ),
+            "build_kv_indices_from_blocks": Impl(
+                f"{_HERE}.build_kv_indices_from_blocks:build_kv_indices_from_blocks",
+                supports=f"{_HERE}.build_kv_indices_from_blocks:supports",
+                deterministic=True,
+            ),
             "build_page_table": Impl(
                 f"{_HERE}.build_page_table:build_page_table",
                 supports=f"{_HERE}.build_page_table:supports",

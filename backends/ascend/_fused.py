@@ -47,7 +47,7 @@ def attend(
     k, v, how = _handed(k_cache, v_cache, keys, lengths, 16 if queries == 1 else 128)
     if causal and queries > 1:
         # Mode 3 aligns the last query with the last key, by each request's own lengths, and tiles this mask.
-        at = torch.arange(2048, device=q.device)
+        at = torch.arange(2048, dtype=torch.int64, device=q.device)
         how |= {"sparse_mode": 3, "atten_mask": at > at.view(-1, 1)}
     found, sums = torch_npu.npu_fused_infer_attention_score(
         q.view(requests, queries, heads * dim), k, v, num_heads=heads, num_key_value_heads=k_cache.shape[-2],
@@ -73,7 +73,7 @@ def _handed(
     ):
         slots, own = keys.rows(-(-longest // page) * page)
         in_pages = slots.view(slots.shape[0], -1, page)
-        whole = in_pages[..., :1] + torch.arange(page, device=slots.device)
+        whole = in_pages[..., :1] + torch.arange(page, dtype=torch.int64, device=slots.device)
         first = in_pages[..., 0]
         if bool(((first % page == 0) & ((in_pages == whole) | ~own.view_as(in_pages)).all(-1)).all()):
             k, v = (c.view(*c.shape[:2], -1) for c in (k_cache, v_cache))

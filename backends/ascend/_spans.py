@@ -28,8 +28,21 @@ def extent(prefixes, lens, j, PREFIXED: tl.constexpr):
 
 
 @triton.jit
-def write_indptr(prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, WORDS: tl.constexpr):
-    """``indptr[j]``: the tokens before request `j`, at most `capacity`; a block at a time, as words of int32."""
+def clamped(starts, ends, j, most):
+    """(start, length) of request `j`: ``max(end - start, 0)``, at most `most`; in int64, and nothing in it wraps."""
+    start = tl.load(starts + j).to(tl.int64)
+    end = tl.load(ends + j).to(tl.int64)
+    # start + most stops at the largest int64, beyond which no end lies.
+    reach = tl.minimum(start, 9223372036854775807 - most) + most
+    return start, tl.maximum(tl.minimum(end, reach), start) - start
+
+
+@triton.jit
+def write_indptr(
+    prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, WORDS: tl.constexpr, keep=None
+):
+    """``indptr[j]``: the tokens before request `j`, at most `capacity`; a block at a time, as words of int32. Of a
+    request at most `keep` count."""
     lane = tl.arange(0, 64 * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)
@@ -44,7 +57,10 @@ def write_indptr(prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, W
                 sums = tl.where(lane_f == at + 1.0, (total >> 32).to(tl.int32), sums)
             if first + i < bs:
                 prefix, seq = extent(prefixes, lens, first + i, PREFIXED)
-                total = tl.minimum(total + (seq - prefix), capacity)
+                length = seq - prefix
+                if keep is not None:
+                    length = tl.minimum(length, keep)
+                total = tl.minimum(total + length, capacity)
         tl.store(indptr + tl.cast(first, tl.int64) * WORDS + lane, sums, mask=lane < count * WORDS)
 
 
@@ -83,6 +99,18 @@ def largest_page(page_size, WORDS: tl.constexpr):
     else:
         top = tl.full([], 2**31 - 1, tl.int64)
     return (top - page_size + 1) // page_size
+
+
+@triton.jit
+def put_run(slots, above, lane, lane_f, at, run, slot, WORDS: tl.constexpr):
+    """`run` consecutive slots from `slot` on in lanes [at, at + run): their low words in `slots`, the high ones in
+    `above`. `lane_f` is `lane` in fp32. The low word must not wrap inside the run."""
+    at_f = at.to(tl.float32)
+    mine = (lane_f >= at_f) & (lane_f < at_f + run.to(tl.float32))
+    slots = tl.where(mine, (slot - at).to(tl.int32) + lane, slots)
+    if WORDS == 2:
+        above = tl.where(mine, (slot >> 32).to(tl.int32), above)
+    return slots, above
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hal import launch
 from hal.backends.ascend._device import pow2
-from hal.backends.ascend._spans import extent, largest_page, open_page, shares
+from hal.backends.ascend._spans import extent, largest_page, open_page, put_run, shares
 
 INTS = ("bs", "n", "page_size", "capacity", "share")
 
@@ -64,11 +64,7 @@ def _alloc_extend(
                             slot = page * page_size + inside
                             if WORDS == 2:
                                 run = tl.minimum(run, (1 << 32) - (slot & 0xFFFFFFFF))
-                            at_f = done.to(tl.float32)
-                            mine = (lane_f >= at_f) & (lane_f < at_f + run.to(tl.float32))
-                            slots = tl.where(mine, (slot - done).to(tl.int32) + lane, slots)
-                            if WORDS == 2:
-                                above = tl.where(mine, (slot >> 32).to(tl.int32), above)
+                            slots, above = put_run(slots, above, lane, lane_f, done, run, slot, WORDS)
                         done += run
                 if WORDS == 2:
                     tl.store(

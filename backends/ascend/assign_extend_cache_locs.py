@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hal import launch
 from hal.backends.ascend._device import cdiv, vector_cores
+from hal.backends.ascend._spans import clamped
 
 BLOCK = 1024
 
@@ -34,13 +35,7 @@ def _assign(
     at = low * 0
     for j in range(bs):
         if at < high:
-            start = tl.load(starts + j).to(tl.int64)
-            end = tl.load(ends + j).to(tl.int64)
-            room = capacity - at
-            length = end - start
-            # end > start with a difference below 0 has wrapped: it is longer than any `out`.
-            length = tl.where(length < 0, room, tl.minimum(length, room))
-            length = tl.where(end > start, length, 0)
+            start, length = clamped(starts, ends, j, capacity - at)
             first = tl.maximum(low, at)
             last = tl.minimum(high, at + length)
             if first < last:

@@ -83,14 +83,14 @@ def decode_attention(
         out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
     if bs == 0:
         return out
-    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
+    nnz, page = kv_indices.shape[0], k_cache.shape[1] if k_cache.ndim == 4 else 1
     group = q_heads // kv_heads
     b_k, b_v = pow2(head_dim), pow2(v_dim)
     tile = min(pow2(group), rows(b_k, b_v))
     _decode_attention(
         (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, kv_indices.shape[0], k_cache.shape[0] * page, page, sliding_window, q.stride(0), q.stride(1),
+        bs, nnz, k_cache.shape[0] * page, page, min(sliding_window, nnz), q.stride(0), q.stride(1),
         *_steps(k_cache), *_steps(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=kv_heads, GROUP=group, TILE=tile, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
         CAP=logit_cap > 0, LSE=lse is not None,

@@ -50,12 +50,12 @@ def extend_attention(
         _fused.check("extend_attention", [lengths[i] for i in members], queries)
 
     for queries, members in alike.items():
-        which = torch.tensor(members, device=q.device)
+        which = torch.tensor(members, dtype=torch.int64, device=q.device)
         keys = Listing(
             batch.keys.slots, batch.keys.begin[which], batch.keys.keys[which], [lengths[i] for i in members]
         )
-        first = torch.tensor([batch.rows[i] for i in members], device=q.device)
-        rows = first.view(-1, 1) + torch.arange(queries, device=q.device)
+        first = torch.tensor([batch.rows[i] for i in members], dtype=torch.int64, device=q.device)
+        rows = first.view(-1, 1) + torch.arange(queries, dtype=torch.int64, device=q.device)
         found, sums = _fused.attend(
             q[rows], k_cache, v_cache, keys, scale=scale, causal=causal, lse=lse is not None
         )

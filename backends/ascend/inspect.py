@@ -77,6 +77,12 @@ def cases() -> Iterator[Case]:
         yield of("compute_positions", f"bs64-{i}", _capacity, _plain, **long, lens=i, out=i, indptr=i)
         lists = {"bs": 64, "requests": 64, "width": 4096, "longest": 4096, "index": i, "lens": i, "indptr": i}
         yield of("build_kv_indices", f"bs64-{i}", _capacity, _listed, **lists, out=i, start=i)
+        for page in (1, 16, 64, 128):
+            kinds = {"table": i, "lens": i, "indptr": i, "out": i, "start": i, "page_size": page}
+            rows = {"bs": 64, "blocks": 4096 // page, "longest": 4096}
+            yield of(
+                "build_kv_indices_from_blocks", f"bs64-{i}-page{page}", _capacity, _blocks, **rows, **kinds
+            )
         pages = {"bs": 64, "requests": 64, "width": 4096, "index": i, "lens": i, "out": i}
         for page in (1, 16, 64):
             table = {**pages, "page_size": page, "pages": 4096 // page}
@@ -254,6 +260,14 @@ def _listed(a: dict[str, Any]) -> int:
     n = int(a["kv_lens"].sum())
     index = _bytes(a["req_pool_indices"], a["kv_lens"], a["kv_start"], a["kv_indptr"])
     return index + n * (4 + int(a["out"].element_size()))
+
+
+def _blocks(a: dict[str, Any]) -> int:
+    n, page = int(a["kv_lens"].sum()), a["page_size"]
+    begin, end = a["kv_start"], a["kv_start"] + a["kv_lens"]
+    used = int(((end + page - 1) // page - begin // page).where(end > begin, 0).sum())
+    index = _bytes(a["kv_lens"], a["kv_start"], a["kv_indptr"])
+    return index + used * int(a["block_table"].element_size()) + n * int(a["out"].element_size())
 
 
 def _paged(a: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hal import launch
-from hal.backends.ascend._spans import shares
+from hal.backends.ascend._spans import clamped, shares
 from hal.lowered import shared_writes
 
 BLOCK = 1024
@@ -35,13 +35,7 @@ def _write(
     at = low * 0
     for j in range(bs):
         if at < high:
-            start = tl.load(starts + j).to(tl.int64)
-            end = tl.load(ends + j).to(tl.int64)
-            room = capacity - at
-            length = end - start
-            # end > start with a difference below 0 has wrapped: it is longer than any `src`.
-            length = tl.where(length < 0, room, tl.minimum(length, room))
-            length = tl.where(end > start, length, 0)
+            start, length = clamped(starts, ends, j, capacity - at)
             request = tl.load(requests + j).to(tl.int64)
             known = (request >= 0) & (request < height)
             # Columns [0, width) alone: what is before them, and the rest of it past them.

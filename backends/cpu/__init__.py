@@ -4,7 +4,8 @@ from hal.registry import Backend, Impl, hookimpl
 
 _EXACT = (
     "get_last_loc", "assign_extend_cache_locs", "write_req_to_token", "compute_positions", "build_kv_indices",
-    "build_page_table", "alloc_extend", "alloc_decode", "decode_attention", "extend_attention",
+    "build_kv_indices_from_blocks", "build_page_table", "alloc_extend", "alloc_decode", "decode_attention",
+    "extend_attention",
 )  # fmt: skip
 """The same bits every time. In the others, which of several equal slots is written last depends on the threads."""
 

@@ -49,7 +49,11 @@ def fused(
     """
     mask = None
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf).view(1, 1, *seen.shape)
+        mask = (
+            torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+            .masked_fill_(~seen, -torch.inf)
+            .view(1, 1, *seen.shape)
+        )
     out, lse = _fused(
         q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), 0.0, causal,
         attn_mask=mask, scale=scale,

@@ -33,6 +33,17 @@ def put(p, wide, i, x):  # type: ignore[no-untyped-def]
 
 
 @inline
+def length(start, end, most):  # type: ignore[no-untyped-def]
+    """``max(end - start, 0)``, at most `most`, 0 or more: of any two int64. The one way in which kernels subtract them.
+
+    numba says of every sum and difference of int64 that it can't wrap, so LLVM may drop a test for one that did: here
+    none does. ``start + most`` stops at the largest int64, beyond which no end lies.
+    """
+    reach = min(start, 0x7FFFFFFFFFFFFFFF - most) + most
+    return max(min(end, reach), start) - start
+
+
+@inline
 def slot_of(page, at, page_size, wide):  # type: ignore[no-untyped-def]
     """The slot `at` places into `page`, or -1 where int32 (`wide`: int64) can't hold all slots of the page."""
     top = 0x7FFFFFFFFFFFFFFF if wide else 0x7FFFFFFF

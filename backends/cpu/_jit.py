@@ -12,17 +12,17 @@ import hashlib
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import filelock
 import llvmlite
 import numba
 
 from hal import _env
+from hal.backends.cpu import _files
 from hal.backends.cpu._bits import POINTER, spread, typed
 
 _lock = threading.Lock()
@@ -33,36 +33,49 @@ def cache_dir() -> Path:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
-    return Path(_env.cache_dir()) / "cpu" / digest.hexdigest()[:16]
+    # Resolved, so that what is looked at is what is used, whatever becomes of a link on the way.
+    return Path(_env.cache_dir()).resolve() / "cpu" / digest.hexdigest()[:16]
+
+
+_folders: dict[Path, bool] = {}
+
+
+def _folder() -> Path | None:
+    """`cache_dir`, where compiled code may be read from it and kept in it."""
+    folder = cache_dir()
+    if folder not in _folders:
+        _folders[folder] = _files.usable(folder)
+    return folder if _folders[folder] else None
 
 
 def _cached(fn: Callable[..., Any]) -> Any:
+    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    folder = _folder()
+    if folder is None:
+        return numba.njit(**options)(fn)
     # numba reads its cache folder from a global when a function is decorated; an engine's own choice for
     # its own functions must survive that.
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     saved = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
-    numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = str(cache_dir()), "UserProvidedCacheLocator"
+    numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = str(folder), "UserProvidedCacheLocator"
     try:
-        return numba.njit(cache=True, **options)(fn)
-    except (RuntimeError, OSError):  # a read-only file system: compile in every process
+        dispatcher = numba.njit(cache=True, **options)(fn)
+    except (RuntimeError, OSError) as e:
+        _files.warn(f"compiled code can't be kept in {folder} ({e}); every process compiles anew")
         return numba.njit(**options)(fn)
     finally:
         numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = saved
+    # Of numba's cache of a function, what finds its key, takes code apart and puts it together again: no more.
+    cache = dispatcher._cache
+    stamp = cache._impl.locator.get_source_stamp()
+    cache._cache_file = _files.Files(folder, f"{fn.__module__}.{fn.__qualname__}", stamp)
+    cache._impl.locator.ensure_cache_path = lambda: None
+    return dispatcher
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """No other process compiles meanwhile.
-
-    numba reads its index, picks a free file name and writes both: two workers that start together could give one
-    file two meanings. So the second waits, and finds compiled what it needs.
-    """
-    with ExitStack() as held:
-        with suppress(OSError, NotImplementedError):  # a file system that is read-only, or without locks
-            folder = cache_dir()
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(filelock.FileLock(folder / "lock"))
-        yield
+def _alone() -> AbstractContextManager[None]:
+    """No other process compiles meanwhile."""
+    folder = _folder()
+    return nullcontext() if folder is None else _files.alone(folder)
 
 
 inline = numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")

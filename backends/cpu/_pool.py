@@ -20,7 +20,8 @@ import ctypes
 import os
 import threading
 from array import array
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from hal.backends.cpu._bits import (
     types,
     view,
 )
+from hal.backends.cpu._files import warn
 from hal.backends.cpu._jit import Kernel
 
 SHARE = 1 << 20
@@ -201,8 +203,13 @@ class _Pool:
 _pool = _Pool()
 
 
+forked = False
+"""Whether this process was forked from one whose torch had threads."""
+
+
 def _after_fork() -> None:
-    global _pool, openmp
+    global _pool, openmp, forked
+    forked = forked or bool(openmp)
     openmp = 0
     _pool.leave()
     _pool = _Pool()
@@ -210,6 +217,24 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _pool.close())
+
+
+@contextmanager
+def torch_threads() -> Iterator[None]:
+    """For torch's own operators: one thread in a forked child, where the others are gone and would be waited for."""
+    threads = torch.get_num_threads()
+    if not forked or threads == 1:
+        yield
+        return
+    warn(
+        "torch's threads do not survive a fork, so attention that torch computes runs on one thread in this process; "
+        "start processes by spawn or forkserver for more"
+    )
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run(

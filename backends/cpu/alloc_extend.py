@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal.backends.cpu._bits import store
 from hal.backends.cpu._call import need_cpu, rejected
-from hal.backends.cpu._index import LONGEST, get, index, put, slot_of
+from hal.backends.cpu._index import LONGEST, get, index, length, put, slot_of
 from hal.backends.cpu._jit import Kernel
 
 
@@ -29,7 +29,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             continue
         opened = (prefix + page_size - 1) // page_size
         pages = (seq + page_size - 1) // page_size - opened
-        stop = min(seq, prefix + capacity - at)
+        stop = prefix + length(prefix, seq, capacity - at)
         at -= prefix  # so that `at + position` is the token's place in `out`
         position = prefix
         border = min(stop, opened * page_size)
@@ -63,7 +63,7 @@ def alloc_extend(
     prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
 ) -> Tensor:
     need_cpu("alloc_extend", prefix_lens, seq_lens, last_loc, free_pages, out)
-    total = torch.empty(1, dtype=torch.int64)
+    total = torch.empty(1, dtype=torch.int64, device="cpu")
     kernel()(
         prefix_lens.shape[0], *index(prefix_lens), *index(seq_lens), *index(last_loc), *index(free_pages),
         free_pages.shape[0], page_size, *index(out), out.shape[0], total.data_ptr(),

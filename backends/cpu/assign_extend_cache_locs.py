@@ -1,8 +1,8 @@
 """assign_extend_cache_locs on the CPU: packs ``req_to_token[r_i, start_i:end_i]`` one after the other into `out`.
 
 `req_to_token` [rows, width] int32, rows any stride apart; the rest [bs] and `out` [capacity], int32 or int64.
-Invariant: a request's length is clamped to the room left in `out` before it is added to anything, so
-``start + length <= end`` and no sum can wrap.
+Invariant: a request's length is clamped to the room left in `out` before it is added to anything, and no difference of
+two offsets is formed that could wrap (`_index.length`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hal.backends.cpu._bits import load, store
 from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._index import length
 from hal.backends.cpu._jit import Kernel
 
 
@@ -20,33 +21,22 @@ def _kernel(bs, table, rows, width, stride, requests, starts, ends, out, capacit
     at = 0
     for i in range(bs):
         start = load(starts, i)
-        end = load(ends, i)
-        if end <= start or at >= capacity:
-            continue
-        length = end - start
-        if length < 0 or length > capacity - at:  # below 0: the difference wrapped
-            length = capacity - at
-        stop = start + length
+        n = length(start, load(ends, i), capacity - at)
         r = load(requests, i)
-        # Of the request's tokens, [first, last) lie in the table.
-        first = last = length
-        if 0 <= r < rows:
-            if start >= 0:
-                first = 0
-            elif stop > 0:
-                first = -start
-            if start >= width:
-                last = first
-            elif stop > width:
-                last = width - start
+        # Of the request's tokens, [first, last) lie in the table; a start is compared before it is added to.
+        first = last = n
+        if 0 <= r < rows and -n < start < width:
+            first = max(0, -start)
+            last = min(n, width - start)
         for t in range(first):
             store(out, at + t, -1)
-        row = r * stride + start
-        for t in range(first, last):
-            store(out, at + t, load(table, row + t))
-        for t in range(last, length):
+        if first < last:
+            row = r * stride + start
+            for t in range(first, last):
+                store(out, at + t, load(table, row + t))
+        for t in range(last, n):
             store(out, at + t, -1)
-        at += length
+        at += n
     for t in range(at, capacity):
         store(out, t, -1)
 

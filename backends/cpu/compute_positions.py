@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hal.backends.cpu._call import need_cpu, rejected
-from hal.backends.cpu._index import LONGEST, get, index, put
+from hal.backends.cpu._index import LONGEST, get, index, length, put
 from hal.backends.cpu._jit import Kernel
 
 
@@ -23,10 +23,10 @@ def _kernel(bs, prefixes, prefixes_64, lens, lens_64, out, out_64, capacity, wit
         prefix = get(prefixes, prefixes_64, i)
         seq = get(lens, lens_64, i)
         if 0 <= prefix <= seq <= LONGEST:
-            length = min(seq - prefix, capacity - at)
-            for t in range(length):
+            n = length(prefix, seq, capacity - at)
+            for t in range(n):
                 put(out, out_64, at + t, prefix + t)
-            at += length
+            at += n
     if with_indptr:
         put(indptr, indptr_64, bs, at)
     for o in range(at, capacity):

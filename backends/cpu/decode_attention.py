@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _attention, _online
+from hal.backends.cpu import _attention, _online, _pool
 from hal.backends.cpu._call import need_cpu, rejected
 
 kernel = _online.kernel
@@ -37,41 +37,44 @@ def decode_attention(
     bs, heads, dim = q.shape
     v_dim, kv_heads, nnz = v_cache.shape[-1], k_cache.shape[-2], kv_indices.shape[0]
     if out is None:
-        out = torch.empty(bs, heads, v_dim, dtype=q.dtype)
+        out = torch.empty(bs, heads, v_dim, dtype=q.dtype, device=q.device)
     if _online.fits(q, k_cache, v_cache, logit_cap):
         _online.attend(
             q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, True
         )
         return out
-    size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
-    by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
-    dtype = q.dtype if fast else torch.float32
-    ends = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
-    slots = kv_indices.to(torch.int64)
-    valid = (slots >= 0) & (slots < size)
-    whole = bool(valid.all())
-    for i, (first, last) in enumerate(pairwise(ends)):
-        if sliding_window >= 0:
-            first = max(first, last - 1 - sliding_window)
-        mine = slots[first : max(first, last)]
-        if not whole:
-            mine = mine[valid[first : max(first, last)]]
-        if not mine.numel():
-            out[i] = 0
+    with _pool.torch_threads():
+        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+        by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
+        dtype = q.dtype if fast else torch.float32
+        ends = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
+        slots = kv_indices.to(torch.int64)
+        valid = (slots >= 0) & (slots < size)
+        whole = bool(valid.all())
+        for i, (first, last) in enumerate(pairwise(ends)):
+            if sliding_window >= 0:
+                first = max(first, last - 1 - sliding_window)
+            mine = slots[first : max(first, last)]
+            if not whole:
+                mine = mine[valid[first : max(first, last)]]
+            if not mine.numel():
+                out[i] = 0
+                if lse is not None:
+                    lse[i] = -torch.inf
+                continue
+            k = _attention.rows(k_cache, mine, dtype)
+            v = _attention.rows(v_cache, mine, dtype)
+            if fast:
+                found, sums = _attention.fused(
+                    q[i].view(kv_heads, heads // kv_heads, dim), k, v, None, False, by
+                )
+            else:
+                found, sums = _attention.plain(
+                    q[i].unsqueeze(1), k, v, None, by, logit_cap, _attention.number(v_scale)
+                )
+            out[i] = found.reshape(heads, v_dim)
             if lse is not None:
-                lse[i] = -torch.inf
-            continue
-        k = _attention.rows(k_cache, mine, dtype)
-        v = _attention.rows(v_cache, mine, dtype)
-        if fast:
-            found, sums = _attention.fused(q[i].view(kv_heads, heads // kv_heads, dim), k, v, None, False, by)
-        else:
-            found, sums = _attention.plain(
-                q[i].unsqueeze(1), k, v, None, by, logit_cap, _attention.number(v_scale)
-            )
-        out[i] = found.reshape(heads, v_dim)
-        if lse is not None:
-            lse[i] = sums.reshape(heads)
+                lse[i] = sums.reshape(heads)
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _attention, _online
+from hal.backends.cpu import _attention, _online, _pool
 from hal.backends.cpu._call import need_cpu, rejected
 
 kernel = _online.kernel
@@ -39,7 +39,7 @@ def extend_attention(
     n, heads, _ = q.shape
     v_dim, nnz = v_cache.shape[-1], kv_indices.shape[0]
     if out is None:
-        out = torch.empty(n, heads, v_dim, dtype=q.dtype)
+        out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     done = -1  # requests up to this size are
     if _online.fits(q, k_cache, v_cache, logit_cap):
         _online.attend(
@@ -49,6 +49,7 @@ def extend_attention(
     size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
     dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
+    sliding_window = min(sliding_window, nnz)  # no wider than the list, or a difference might wrap
     qo = [min(max(p, 0), n) for p in qo_indptr.tolist()]
     kv = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
     spans = [
@@ -60,47 +61,59 @@ def extend_attention(
         spans = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > done]
     if not spans:
         return out
-    slots = kv_indices.to(torch.int64)
-    valid = (slots >= 0) & (slots < size)
-    for begin, stop, first, length in spans:
-        before = length - (stop - begin)
-        positions = valid[first : first + length].nonzero().view(-1)
-        mine = slots[first : first + length][positions]
-        if not mine.numel():
-            out[begin:stop] = 0
-            if lse is not None:
-                lse[begin:stop] = -torch.inf
-            continue
-        k = _attention.rows(k_cache, mine, dtype)
-        v = _attention.rows(v_cache, mine, dtype)
-        complete = positions.numel() == length
-        all_seen = complete and not causal and sliding_window < 0
-        square = complete and causal and sliding_window < 0 and before == 0 and fast
-        block = stop - begin if square or all_seen else _attention.TOKENS
-        for t in range(begin, stop, block):
-            end = min(t + block, stop)
-            own = before + torch.arange(t - begin, end - begin).view(-1, 1)
-            high = int(torch.searchsorted(positions, own[-1, 0], right=True)) if causal else positions.numel()
-            low = 0
-            if sliding_window >= 0:
-                low = int(torch.searchsorted(positions, own[0, 0] - sliding_window))
-            low = min(low, high)
-            seen = None
-            if not (square or all_seen):
-                at = positions[low:high]
-                seen = at <= own if causal else torch.ones(end - t, high - low, dtype=torch.bool)
+    with _pool.torch_threads():
+        slots = kv_indices.to(torch.int64)
+        valid = (slots >= 0) & (slots < size)
+        for begin, stop, first, length in spans:
+            before = length - (stop - begin)
+            positions = valid[first : first + length].nonzero().view(-1)
+            mine = slots[first : first + length][positions]
+            if not mine.numel():
+                out[begin:stop] = 0
+                if lse is not None:
+                    lse[begin:stop] = -torch.inf
+                continue
+            k = _attention.rows(k_cache, mine, dtype)
+            v = _attention.rows(v_cache, mine, dtype)
+            complete = positions.numel() == length
+            all_seen = complete and not causal and sliding_window < 0
+            square = complete and causal and sliding_window < 0 and before == 0 and fast
+            block = stop - begin if square or all_seen else _attention.TOKENS
+            for t in range(begin, stop, block):
+                end = min(t + block, stop)
+                own = before + torch.arange(t - begin, end - begin, dtype=torch.int64, device="cpu").view(
+                    -1, 1
+                )
+                high = (
+                    int(torch.searchsorted(positions, own[-1, 0], right=True))
+                    if causal
+                    else positions.numel()
+                )
+                low = 0
                 if sliding_window >= 0:
-                    seen &= at >= own - sliding_window
-            x = q[t:end].transpose(0, 1)
-            if high == low:
-                found, sums = torch.zeros(heads, end - t, v_dim), torch.full((heads, end - t), -torch.inf)
-            elif fast:
-                found, sums = _attention.fused(x, k[low:high], v[low:high], seen, square, by)
-            else:
-                found, sums = _attention.plain(x, k[low:high], v[low:high], seen, by, logit_cap, v_by)
-            out[t:end] = found.transpose(0, 1)
-            if lse is not None:
-                lse[t:end] = sums.transpose(0, 1)
+                    low = int(torch.searchsorted(positions, own[0, 0] - sliding_window))
+                low = min(low, high)
+                seen = None
+                if not (square or all_seen):
+                    at = positions[low:high]
+                    seen = (
+                        at <= own
+                        if causal
+                        else torch.ones(end - t, high - low, dtype=torch.bool, device="cpu")
+                    )
+                    if sliding_window >= 0:
+                        seen &= at >= own - sliding_window
+                x = q[t:end].transpose(0, 1)
+                if high == low:
+                    found = torch.zeros(heads, end - t, v_dim, dtype=torch.float32, device="cpu")
+                    sums = torch.full((heads, end - t), -torch.inf, dtype=torch.float32, device="cpu")
+                elif fast:
+                    found, sums = _attention.fused(x, k[low:high], v[low:high], seen, square, by)
+                else:
+                    found, sums = _attention.plain(x, k[low:high], v[low:high], seen, by, logit_cap, v_by)
+                out[t:end] = found.transpose(0, 1)
+                if lse is not None:
+                    lse[t:end] = sums.transpose(0, 1)
     return out
 
 

@@ -111,7 +111,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             slot = -1
             if num_slots:
                 slot = get(slots, slots_64, t)
-                if slot >= num_slots:
+                if not 0 <= slot < num_slots:
                     slot = -1
             if slot < 0 and not write_k:
                 continue

@@ -264,7 +264,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             slot = -1
             if num_slots:
                 slot = load(cast(slots, "i64"), t) if slots_64 else load(cast(slots, "i32"), t)
-                if slot >= num_slots:
+                if not 0 <= slot < num_slots:
                     slot = -1
             kt = shift(k, t * k_token)
             if slot < 0:

@@ -1,7 +1,8 @@
 """write_req_to_token on the CPU: ``req_to_token[r_i, start_i + t]`` becomes the next of `src`, -1 is skipped.
 
 `req_to_token` [rows, width] int32, rows any stride apart; the rest int32 or int64. Invariant: a length is
-clamped to what is left of `src` before it is added to anything, so no sum can wrap.
+clamped to what is left of `src` before it is added to anything, and no difference of two offsets is formed that could
+wrap (`_index.length`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hal.backends.cpu._bits import store
 from hal.backends.cpu._call import need_cpu, rejected
-from hal.backends.cpu._index import LONGEST, get, index
+from hal.backends.cpu._index import LONGEST, get, index, length
 from hal.backends.cpu._jit import Kernel
 
 
@@ -22,20 +23,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     at = 0
     for i in range(bs):
         start = get(starts, starts_64, i)
-        end = get(ends, ends_64, i)
-        if end <= start or at >= capacity:
-            continue
-        length = end - start
-        if length < 0 or length > capacity - at:  # below 0: the difference wrapped
-            length = capacity - at
+        n = length(start, get(ends, ends_64, i), capacity - at)
         r = get(requests, requests_64, i)
-        if 0 <= r < rows and start < width:
-            first = max(0, -max(start, -length))
-            for t in range(first, min(length, width - max(start, -length))):
+        if 0 <= r < rows and -n < start < width:
+            for t in range(max(0, -start), min(n, width - start)):
                 slot = get(src, src_64, at + t)
                 if 0 <= slot <= LONGEST:
                     store(table, r * stride + start + t, slot)
-        at += length
+        at += n
 
 
 kernel = Kernel(_kernel, "int i32 int int int u8 bool u8 bool u8 bool u8 bool int")

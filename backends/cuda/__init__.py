@@ -49,6 +49,7 @@ def hal_backend() -> Backend:
                 ("write_req_to_token", False),
                 ("compute_positions", True),
                 ("build_kv_indices", True),
+                ("build_kv_indices_from_blocks", True),
                 ("build_page_table", True),
                 ("alloc_extend", True),
                 ("alloc_decode", True),

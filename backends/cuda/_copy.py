@@ -178,7 +178,10 @@ class _Group:
             ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
         )  # fmt: skip
         self.src_bases, self.dst_bases = (
-            upload(torch.tensor([base for p in side for base in p.bases], dtype=torch.int64), device)
+            upload(
+                torch.tensor([base for p in side for base in p.bases], dtype=torch.int64, device="cpu"),
+                device,
+            )
             for side in (src, dst)
         )
 

@@ -184,7 +184,9 @@ def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.devic
     b, now = buffers(device), _current(device)
     engine = b.stream.cuda_stream if b.stream is not None else 0
     host_slots, pool_slots = (d, s) if out else (s, d)
-    uploaded = _copy.upload(torch.stack([torch.arange(len(s)) % per_chunk, pool_slots]), device)
+    uploaded = _copy.upload(
+        torch.stack([torch.arange(len(s), dtype=torch.int64, device="cpu") % per_chunk, pool_slots]), device
+    )
     grid = 4 * multiprocessors(device.index if device.index is not None else -1)
     if b.stream is not None:
         b.stream.wait_stream(now)

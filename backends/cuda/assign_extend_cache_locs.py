@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._spans import clamped
 
 FEW = {256: (128, 4), 512: (64, 1)}
 """Up to so many requests: tokens of a request that a program copies at once, and its warps."""
@@ -28,15 +29,6 @@ CHUNK = 1024
 """Tokens of a longer request that are copied at once."""
 SUM = 1024
 """Lengths added at once."""
-
-
-@triton.jit
-def _lengths(starts, ends, j, bs, size):
-    """Clamped, so that no sum can wrap; as unsigned, the difference of any two int64 is right."""
-    start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
-    end = tl.load(ends + j, j < bs, other=0).to(tl.int64)
-    length = tl.where(end > start, (end - start).to(tl.uint64), 0)
-    return tl.minimum(length, size.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
@@ -79,11 +71,11 @@ def assign_few_kernel(
         gdc_wait()
     which = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
-    length = _lengths(starts, ends, which, bs, size)
+    length = clamped(starts, ends, which, bs, size)
     start = _starts(starts, which, bs, size, width)
     request = tl.load(requests + which, which < bs, other=-1).to(tl.int64)
     j = tl.arange(0, FEW)
-    before = tl.sum(_lengths(starts, ends, j, tl.minimum(bs, which), size), 0)
+    before = tl.sum(clamped(starts, ends, j, tl.minimum(bs, which), size), 0)
     known = (request >= 0) & (request < rows)
     row = tl.where(known, request, 0) * stride
     for first in range((part * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
@@ -120,16 +112,16 @@ def assign_many_kernel(
     if work == 0:
         longest = tl.zeros([GROUP], tl.int64)
         for g in range(group, last):
-            longest = tl.maximum(longest, _lengths(starts, ends, g * GROUP + r, bs, size))
+            longest = tl.maximum(longest, clamped(starts, ends, g * GROUP + r, bs, size))
         work = tl.max(longest, 0) > SPAN
     if work:
         lengths = tl.zeros([SUM], tl.int64)
         for j in range(0, group * GROUP, SUM):
-            lengths += _lengths(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
+            lengths += clamped(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
         before = tl.minimum(tl.sum(lengths, 0), size)
         while group < last:
             mine = group * GROUP + r
-            length = _lengths(starts, ends, mine, bs, size)
+            length = clamped(starts, ends, mine, bs, size)
             request = tl.load(requests + mine, mine < bs, other=-1).to(tl.int64)
             start = _starts(starts, mine, bs, size, width)
             begin = before + tl.cumsum(length, 0) - length

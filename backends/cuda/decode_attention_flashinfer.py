@@ -54,8 +54,8 @@ def decode_attention(
         if not sum(keys.lengths):
             nothing_seen(out, lse, keys.keys)
             return out
-        lengths = torch.tensor(keys.lengths, dtype=torch.int32)
-        indptr = torch.zeros(bs + 1, dtype=torch.int32)
+        lengths = torch.tensor(keys.lengths, dtype=torch.int32, device="cpu")
+        indptr = torch.zeros(bs + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = lengths.cumsum(0)
         # A window is of positions, which `listed` has applied already.
         wrapper.plan(

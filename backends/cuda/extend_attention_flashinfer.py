@@ -54,11 +54,12 @@ def extend_attention(
         found = out if batch.named is None else torch.empty_like(out)
         sums = lse if batch.named is None or lse is None else torch.empty_like(lse)
         if sum(batch.keys.lengths):
-            lengths = torch.tensor(batch.keys.lengths, dtype=torch.int32)
-            indptr = torch.zeros(count + 1, dtype=torch.int32)
+            lengths = torch.tensor(batch.keys.lengths, dtype=torch.int32, device="cpu")
+            indptr = torch.zeros(count + 1, dtype=torch.int32, device="cpu")
             indptr[1:] = lengths.cumsum(0)
+            rows = torch.tensor(batch.rows, dtype=torch.int32, device="cpu")
             wrapper.plan(
-                torch.tensor(batch.rows, dtype=torch.int32), indptr, batch.keys.slots, lengths.clamp(max=1), q_heads,
+                rows, indptr, batch.keys.slots, lengths.clamp(max=1), q_heads,
                 kv_heads, dim, 1, causal=causal, window_left=batch.window, q_data_type=q.dtype,
                 kv_data_type=k_cache.dtype, sm_scale=float(scale),
             )  # fmt: skip

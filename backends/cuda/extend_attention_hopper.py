@@ -78,7 +78,7 @@ def _copy(to, base, rows, there, UNIT: gl.constexpr):
     """Rows, which begin at so many UNITs, into a tile; zeros where there is none. By pieces, for want of registers."""
     N: gl.constexpr = to.shape[0]
     D: gl.constexpr = to.shape[1]
-    PIECE: gl.constexpr = 16 * 256 // D
+    PIECE: gl.constexpr = N if N * D < 16 * 256 else 16 * 256 // D
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
     for i in gl.static_range(0, N, PIECE):

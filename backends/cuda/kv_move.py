@@ -79,7 +79,7 @@ class _Group:
         words = p.chunk_bytes // word
         self.rows = max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word)))
         self.bases = upload(
-            torch.tensor([base for q in planes for base in q.bases], dtype=torch.int64), device
+            torch.tensor([base for q in planes for base in q.bases], dtype=torch.int64, device="cpu"), device
         )
         on = pdl(device.index if device.index is not None else -1)
         self.there, self.back = (

@@ -193,8 +193,11 @@ def qk_norm_rope_kv_write(
         plan = _plans[key] = _plan(
             q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k
         )
+    programs = -(-n * kv_heads // ROWS) - (-n * q_heads // ROWS)
+    if not programs:
+        return
     plan[0].start(
-        (-(-n * kv_heads // ROWS) - (-n * q_heads // ROWS), 1, 1), q, k, v, q_weight, k_weight, cos_sin_cache,
+        (programs, 1, 1), q, k, v, q_weight, k_weight, cos_sin_cache,
         positions, k_cache, v_cache, slots, _as_float(k_scale), _as_float(v_scale), float(eps), *plan[1],
         max_positions, num_slots, n,
     )  # fmt: skip

@@ -241,8 +241,9 @@ def tiled(
     """For each range of tokens: up to how many, the launch, and of k and v, then q, tokens and parts a program."""
     sizes = []
     for most, q_rows, kv_rows, warps in tiles or next(found for heads, found in TILES if q_heads <= heads):
-        q_tile = min(q_rows, triton.next_power_of_2(q_heads))
-        kv_tile = min(kv_rows, triton.next_power_of_2(kv_heads))
+        # Of no heads there are no programs, whatever their tile.
+        q_tile = min(q_rows, triton.next_power_of_2(max(1, q_heads)))
+        kv_tile = min(kv_rows, triton.next_power_of_2(max(1, kv_heads)))
         q_tokens, kv_tokens = q_rows // q_tile, kv_rows // kv_tile
         bound = rope_kv_write_kernel.bind(
             Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens,
@@ -319,9 +320,9 @@ def rope_kv_write(
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
-    run.start(
-        ((n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts, 1, 1), *args
-    )
+    programs = (n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts
+    if programs:
+        run.start((programs, 1, 1), *args)
 
 
 def _as_float(scale: float | Tensor | None) -> float | Tensor | None:

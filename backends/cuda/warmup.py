@@ -22,6 +22,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "write_req_to_token": _TABLE,
     "compute_positions": {"bs": 1},
     "build_kv_indices": _TABLE,
+    "build_kv_indices_from_blocks": {"bs": 1, "blocks": 1},
     "build_page_table": {**_TABLE, "pages": 1},
     "alloc_extend": {"bs": 1, "page_size": 16},
     "alloc_decode": {"bs": 1, "page_size": 16},
@@ -171,6 +172,7 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             **args,
+            **({"block_table": args["block_table"].new_zeros(bs, 1)} if "block_table" in given else {}),
             **all_of(0, bs, *lens),
             **all_of(0, bs + 1, "indptr", "kv_indptr"),
             **all_of(0, bs if op == "alloc_decode" else 1, "out", "src"),
@@ -216,7 +218,8 @@ def _rope_kv_write(where: torch.device, args: dict[str, Any] | None) -> None:
         k, cache = q[:, :8].contiguous(), torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=where)
         at = torch.zeros(1, dtype=torch.int64, device=where)
         args = {
-            "q": q, "k": k, "v": k.clone(), "cos_sin_cache": torch.zeros(1, 128, device=where), "positions": at,
+            "q": q, "k": k, "v": k.clone(), "positions": at,
+            "cos_sin_cache": torch.zeros(1, 128, dtype=torch.float32, device=where),
             "k_cache": cache, "v_cache": cache.clone(), "slots": at,
         }  # fmt: skip
     rope_kv_write(**{**args, "positions": torch.full_like(args["positions"], -1)})
@@ -230,7 +233,7 @@ def _kv_transfer(where: torch.device, args: dict[str, Any] | None) -> None:
     _staging.buffers(where)
     if args is None:
         return
-    none = torch.full((1,), -1, dtype=args["src_slots"].dtype)
+    none = torch.full((1,), -1, dtype=args["src_slots"].dtype, device="cpu")
     for a, b in ((args["src"], args["dst"]), (args["dst"], args["src"])):
         if all(p.pinned or p.device.type == "cuda" for p in (a, b)):
             kv_transfer(a, b, none.to(where), none.to(where), method="kernel")
@@ -262,7 +265,9 @@ def tune() -> list[dict[str, Any]]:
 
     index = torch.cuda.current_device()
     costs: dict[str, list[list[float]]] = {"d2h": [], "h2d": []}
-    gpu = [torch.randn(32, 4096, 8, 128, device="cuda").to(torch.bfloat16) for _ in range(2)]
+    gpu = [
+        torch.randn(32, 4096, 8, 128, dtype=torch.float32, device="cuda").to(torch.bfloat16) for _ in range(2)
+    ]
     pool = KVPool(*gpu, layout="layer_first")
     host = KVPool.host_like(pool, 8192, "page_first")
     token = 32 * 8 * 128 * 2
@@ -270,9 +275,10 @@ def tune() -> list[dict[str, Any]]:
         for run in (1, 4, 16, 64, 256, 1024, 4096):
             if run > n:
                 continue
-            there = torch.randperm(4096)[:n]
+            there = torch.randperm(4096, dtype=torch.int64, device="cpu")[:n]
             # Runs with a gap of one between them.
-            here = (torch.arange(n) // run) * (run + (run < n)) + torch.arange(n) % run
+            order = torch.arange(n, dtype=torch.int64, device="cpu")
+            here = (order // run) * (run + (run < n)) + order % run
             for way, (a, b, s, d) in {
                 "d2h": (pool, host, there, here),
                 "h2d": (host, pool, here, there),

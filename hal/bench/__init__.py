@@ -15,14 +15,17 @@ import json as _json
 import os
 import platform
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hal._errors import HalError
+from hal._output import data_output
 
 Row = dict[str, Any]
 OURS = "hal"
@@ -49,12 +52,19 @@ def main(
     Returns:
         0; 1 where ours was wrong or a table broke, which keeps no other from running; 3 if nothing was measured.
     """
+    with data_output() if json else nullcontext(sys.stdout) as out:
+        return _main(op, device, json, plot, save, quick, out)
+
+
+def _main(
+    op: str | None, device: str, json: bool, plot: str | None, save: str | None, quick: bool, out: TextIO
+) -> int:
     tables = _tables(device)
     if op is not None and op not in tables:
         raise HalError(f"hal: bench: no table {op!r} for {device}; there are {', '.join(tables) or 'none'}")
     run = run_of(device, {name: tables[name] for name in ([op] if op else tables)}, quick)
     if json:
-        print(_json.dumps(run, indent=1))
+        print(_json.dumps(run, indent=1), file=out)
     else:
         show(run)
     if save:

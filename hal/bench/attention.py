@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal import launch, ops
+from hal import _host, launch, ops
 from hal.bench.cuda import device_us, host_us
 from hal.ops import _judge
 
@@ -67,14 +67,16 @@ class Inputs:
         self.k_cache, self.v_cache = (
             torch.randn(pool, PAGE, hk, x, device="cuda", dtype=dtype) for x in (d, dv)
         )
-        self.table = torch.randperm(pool, device="cuda")[: bs * pages].view(bs, pages).int()
+        self.table = (
+            torch.randperm(pool, device="cuda", dtype=torch.int64)[: bs * pages].view(bs, pages).int()
+        )
         slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device="cuda", dtype=torch.int32)
         self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
         step = torch.arange(bs + 1, device="cuda", dtype=torch.int32)
         self.kv_indptr, self.qo_indptr = step * keys, step * new
         self.lens = torch.full((bs,), keys, device="cuda", dtype=torch.int32)
         self.out = torch.empty(bs * new, hq, dv, device="cuda", dtype=dtype)
-        self.lse = torch.empty(bs * new, hq, device="cuda")
+        self.lse = torch.empty(bs * new, hq, device="cuda", dtype=torch.float32)
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
         """k and v ``[bs, kv_heads, keys, head_dim]``."""
@@ -130,8 +132,8 @@ class Inputs:
             return {}
         hq, hk, d = HEADS
         pages = -(-self.keys // PAGE)
-        indptr = torch.arange(self.bs + 1, dtype=torch.int32) * pages
-        last = torch.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
+        indptr = _host.arange(self.bs + 1, dtype=torch.int32) * pages
+        last = _host.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
         same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
         made: dict[str, Callable[[], Tensor]] = {}
         for backend in ("fa2",) if self.new == 1 else ("fa2", "fa3"):
@@ -186,19 +188,21 @@ class Inputs:
                 c.view(-1, hk, c.shape[-1])[mine].double().repeat_interleave(hq // hk, 1)
                 for c in (self.k_cache, self.v_cache)
             )
-            rows = torch.arange((i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device="cuda")
+            rows = torch.arange(
+                (i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device="cuda", dtype=torch.int64
+            )
             q = self.q[rows].double()
             logits = torch.einsum("nhd,jhd->nhj", q, k) * self.scale
             size = torch.einsum("nhd,jhd->nhj", q.abs(), k.abs()).amax(-1) * self.scale
             position = self.keys - (i + 1) * self.new + rows
-            seen = torch.arange(self.keys, device="cuda") <= position.view(-1, 1, 1)
+            seen = torch.arange(self.keys, device="cuda", dtype=torch.int64) <= position.view(-1, 1, 1)
             p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
             many = (position + 1).view(-1, 1).expand(len(rows), hq)
             weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
             slack, _ = _judge.attention_slack(self.q.dtype, d, size, many, weight)
             truth = torch.einsum("nhj,jhd->nhd", p, v)
             want = _judge.Want(
-                torch.ones(truth.shape, dtype=torch.bool), (_judge.Candidate(truth.cpu(), slack.cpu()),)
+                _host.ones(truth.shape, dtype=torch.bool), (_judge.Candidate(truth.cpu(), slack.cpu()),)
             )
             got = out[rows].cpu()
             if not _judge.right_any(got, want).all():
@@ -301,7 +305,7 @@ def _there(value: Any, memo: dict[int, Tensor]) -> Any:
         return value
     store = value.untyped_storage()
     if store.data_ptr() not in memo:
-        memo[store.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(store).cuda()
+        memo[store.data_ptr()] = _host.empty(0, dtype=torch.uint8).set_(store).cuda()
     base = memo[store.data_ptr()].untyped_storage()
     return torch.empty(0, dtype=value.dtype, device="cuda").set_(
         base, value.storage_offset(), value.shape, value.stride()

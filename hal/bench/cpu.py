@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal.bench import OURS, Row
 from hal.kvpool import KVPool
 from hal.ops import spec
@@ -139,7 +140,7 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
     def gathered(table: Tensor, requests: Tensor, start: Tensor, end: Tensor, out: Tensor) -> Tensor:
         length = end - start
         i = torch.repeat_interleave(length)
-        column = torch.arange(i.shape[0]) - (length.cumsum(0) - length)[i] + start[i]
+        column = _host.arange(i.shape[0]) - (length.cumsum(0) - length)[i] + start[i]
         out[: i.shape[0]] = table[requests[i], column]
         return out
 
@@ -156,15 +157,15 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
 
         def make(bs: int = bs, kind: str = kind) -> dict[str, Any]:
             g = torch.Generator().manual_seed(bs)
-            table = torch.randint(0, 2**20, (512 if quick else 4096, 8192), dtype=torch.int32, generator=g)
+            table = _host.randint(0, 2**20, (512 if quick else 4096, 8192), dtype=torch.int32, generator=g)
             length = {
-                "4 each": torch.full((bs,), 4), "ragged to 64": torch.randint(1, 65, (bs,), generator=g),
-            }.get(kind, torch.full((bs,), 8192))  # fmt: skip
-            start = (torch.rand(bs, generator=g) * (8193 - length)).long()
+                "4 each": _host.full((bs,), 4), "ragged to 64": _host.randint(1, 65, (bs,), generator=g),
+            }.get(kind, _host.full((bs,), 8192))  # fmt: skip
+            start = (_host.rand(bs, generator=g) * (8193 - length)).long()
             return {
-                "req_to_token": table, "req_pool_indices": torch.randint(0, table.shape[0], (bs,), generator=g),
+                "req_to_token": table, "req_pool_indices": _host.randint(0, table.shape[0], (bs,), generator=g),
                 "start_offsets": start, "end_offsets": start + length,
-                "out": torch.empty(int(length.sum()), dtype=torch.int64),
+                "out": _host.empty(int(length.sum()), dtype=torch.int64),
             }  # fmt: skip
 
         args = tuple(make().values())
@@ -263,7 +264,7 @@ def _memcpy(a: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
     rows = a["k_cache"].shape[0]
     cached = sum(a[f"{x}_cache"].nbytes // rows * a["q"].shape[0] for x in ("k", "v"))
     moved = read + a["q"].nbytes + a["k"].nbytes + cached
-    source = torch.zeros(moved // 2, dtype=torch.uint8)
+    source = _host.zeros(moved // 2, dtype=torch.uint8)
     target = torch.empty_like(source)
     return moved, lambda: target.copy_(source)
 
@@ -277,7 +278,7 @@ def _pool(layout: str, slots: int, page: int, layers: int, row: tuple[int, ...],
         "page_first_direct": (slots // page, layers, page, *row),
         "page_head": (slots // page, row[0], page, layers, row[-1]),
     }[layout]  # fmt: skip
-    halves = [torch.randint(-9, 9, lead, dtype=torch.int16).view(torch.bfloat16) for _ in range(1 + v)]
+    halves = [_host.randint(-9, 9, lead, dtype=torch.int16).view(torch.bfloat16) for _ in range(1 + v)]
     return KVPool(halves[0], halves[1] if v else None, layout=layout, page_size=page)
 
 
@@ -298,10 +299,10 @@ def kv_transfer(quick: bool = False) -> list[Row]:
         for page in (1, 16, 64):
             row, has_v = kinds[kind]
             src, dst = (_pool(x, slots, page, layers, row, has_v) for x in (a, b))
-            order = [torch.randperm(slots // page)[: tokens // page].view(-1, 1) * page for _ in range(2)]
-            there, here = ((o + torch.arange(page)).view(-1) for o in order)
+            order = [_host.randperm(slots // page)[: tokens // page].view(-1, 1) * page for _ in range(2)]
+            there, here = ((o + _host.arange(page)).view(-1) for o in order)
             nbytes = tokens * layers * sum(p.row_bytes for p in src.planes())
-            source = torch.zeros(nbytes, dtype=torch.uint8)
+            source = _host.zeros(nbytes, dtype=torch.uint8)
             target = torch.empty_like(source)
             calls: dict[str, Callable[[], Any]] = {
                 OURS: partial(ours, src, dst, there, here),
@@ -357,6 +358,7 @@ ENGINE: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "write_req_to_token": ("bs", (1, 32, 256), _TABLE),
     "compute_positions": ("bs", (1, 32, 256), {"longest": 64}),
     "build_kv_indices": ("bs", (1, 32, 256), {**_TABLE, "longest": 1024}),
+    "build_kv_indices_from_blocks": ("bs", (1, 32, 256), {"blocks": 64, "longest": 1024}),
     "build_page_table": ("bs", (1, 32, 256), {"requests": 512, "width": 8192, "pages": 64}),
     "alloc_extend": ("bs", (1, 32, 256), _PAGED),
     "alloc_decode": ("bs", (1, 32, 256), _PAGED),

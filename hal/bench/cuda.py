@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import HalError
 from hal.bench import peers
 
@@ -116,7 +117,7 @@ def get_last_loc(
     out = []
     for bs in sizes:
         data = [
-            (tokens, torch.randint(0, table[0], (bs,)).cuda(), torch.randint(1, table[1] + 1, (bs,)).cuda())
+            (tokens, _host.randint(0, table[0], (bs,)).cuda(), _host.randint(1, table[1] + 1, (bs,)).cuda())
             for _ in range(16)
         ]  # fmt: skip
         impls: dict[str, Callable[..., Any]] = {"hal": ours}
@@ -133,9 +134,15 @@ def get_last_loc(
 
 def _extend_inputs(bs: int, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
     rows, width = tokens.shape
-    start = (torch.rand(bs) * (width - lengths).clamp(min=0)).long()
+    start = (_host.rand(bs) * (width - lengths).clamp(min=0)).long()
     out = torch.empty(int(lengths.sum()), dtype=torch.int64, device="cuda")
-    return tokens, torch.randint(0, rows, (bs,), device="cuda"), start.cuda(), (start + lengths).cuda(), out
+    return (
+        tokens,
+        torch.randint(0, rows, (bs,), device="cuda", dtype=torch.int64),
+        start.cuda(),
+        (start + lengths).cuda(),
+        out,
+    )
 
 
 def assign_extend_cache_locs(
@@ -163,11 +170,11 @@ def assign_extend_cache_locs(
             data = []
             for _ in range(8):
                 if kind == "4 each":
-                    lengths = torch.full((bs,), 4)
+                    lengths = _host.full((bs,), 4)
                 elif kind == "ragged to 64":
-                    lengths = torch.randint(1, 65, (bs,))
+                    lengths = _host.randint(1, 65, (bs,))
                 else:
-                    lengths = torch.ones(bs, dtype=torch.int64)
+                    lengths = _host.ones(bs, dtype=torch.int64)
                     lengths[bs // 2] = 8000
                 data.append(_extend_inputs(bs, lengths, tokens))
             impls: dict[str, Callable[..., Any]] = {"hal": ours}
@@ -201,17 +208,21 @@ class RopeInputs:
         self.tokens, self.shape = tokens, shape
         self.sets = max(3, min(16, (256 << 20) // max(1, tokens * (hq + 2 * hk) * d * 2)))
         slots = (256 << 20) // (hk * d)
-        angle = torch.rand(32768, d // 2, device="cuda") * 6.3
+        angle = torch.rand(32768, d // 2, device="cuda", dtype=torch.float32) * 6.3
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1)
         self.k_cache = torch.zeros(slots, hk, d, dtype=torch.bfloat16, device="cuda").to(cache)
         self.v_cache = torch.zeros_like(self.k_cache)
 
         def new(h: int) -> Tensor:
-            return torch.randn(tokens, h, d, device="cuda").to(torch.bfloat16)
+            return torch.randn(tokens, h, d, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
         self.qkv = [(new(hq), new(hk), new(hk)) for _ in range(self.sets)]
-        self.positions = [torch.randint(0, 32768, (tokens,), device="cuda") for _ in range(self.sets)]
-        self.slots = [torch.randperm(slots, device="cuda")[:tokens] for _ in range(self.sets)]
+        self.positions = [
+            torch.randint(0, 32768, (tokens,), device="cuda", dtype=torch.int64) for _ in range(self.sets)
+        ]
+        self.slots = [
+            torch.randperm(slots, device="cuda", dtype=torch.int64)[:tokens] for _ in range(self.sets)
+        ]
 
     def bytes(self) -> int:
         """What must move: q and k read and written, v read, the caches' rows written."""
@@ -323,7 +334,7 @@ def kv_transfer(
         for page in pages:
             slots, host_slots = 16384, 8192
             gpu = [
-                torch.randn(layers, slots, *row, device="cuda").to(torch.bfloat16)
+                torch.randn(layers, slots, *row, device="cuda", dtype=torch.float32).to(torch.bfloat16)
                 for _ in range(2 if kind == "mha" else 1)
             ]
             device = KVPool(*gpu, layout="layer_first", page_size=page)
@@ -331,8 +342,8 @@ def kv_transfer(
             half = layers * row[0] * row[1] * 2
             for n in tokens:
                 nbytes = n * half * len(gpu)
-                there = (torch.randperm(slots // page)[:, None] * page + torch.arange(page)).view(-1)[:n]
-                here = torch.arange(n)
+                there = (_host.randperm(slots // page)[:, None] * page + _host.arange(page)).view(-1)[:n]
+                here = _host.arange(n)
                 on_device = there.cuda(), here.cuda()
                 for direction in ("d2h", "h2d"):
                     a, b = (device, host) if direction == "d2h" else (host, device)
@@ -363,7 +374,7 @@ _pinned_memory: dict[int, Tensor] = {}
 
 def _pinned(nbytes: int) -> Tensor:
     if nbytes not in _pinned_memory:
-        _pinned_memory[nbytes] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        _pinned_memory[nbytes] = _host.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return _pinned_memory[nbytes]
 
 
@@ -470,14 +481,20 @@ def bookkeeping(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), page: int = 16)
         upper = 1 << max(0, bs - 1).bit_length()
         sets: dict[str, list[tuple[Any, ...]]] = {}
         for _ in range(4):
-            prefix = torch.randint(0, 4096, (bs,), device="cuda")
-            seq = prefix + torch.randint(1, 65, (bs,), device="cuda")
+            prefix = torch.randint(0, 4096, (bs,), device="cuda", dtype=torch.int64)
+            seq = prefix + torch.randint(1, 65, (bs,), device="cuda", dtype=torch.int64)
             total = int((seq - prefix).sum())
-            last = torch.randint(0, 1 << 16, (bs,), device="cuda") * page + (prefix - 1) % page
-            free = torch.randperm(1 << 18, device="cuda")
+            last = (
+                torch.randint(0, 1 << 16, (bs,), device="cuda", dtype=torch.int64) * page
+                + (prefix - 1) % page
+            )
+            free = torch.randperm(1 << 18, device="cuda", dtype=torch.int64)
             flat = torch.zeros(total, dtype=torch.int64, device="cuda")
-            requests, zero = torch.randperm(4096, device="cuda")[:bs], torch.zeros_like(prefix)
-            keys = torch.randint(1, 1025, (bs,), device="cuda")
+            requests, zero = (
+                torch.randperm(4096, device="cuda", dtype=torch.int64)[:bs],
+                torch.zeros_like(prefix),
+            )
+            keys = torch.randint(1, 1025, (bs,), device="cuda", dtype=torch.int64)
             indptr = torch.zeros(bs + 1, dtype=torch.int32, device="cuda")
             indptr[1:] = keys.cumsum(0)
             packed = torch.zeros(int(keys.sum()), dtype=torch.int32, device="cuda")
@@ -531,7 +548,7 @@ def programmatic_launch() -> list[Row]:
     from hal import launch
 
     tokens = torch.randint(0, 1 << 20, (4096, 8192), dtype=torch.int32, device="cuda")
-    index = torch.arange(32, device="cuda")
+    index = torch.arange(32, device="cuda", dtype=torch.int64)
     packed = torch.empty(128, dtype=torch.int64, device="cuda")
     cases: dict[tuple[str, str], Callable[[], tuple[Any, ...]]] = {
         ("get_last_loc", "bs 32"): lambda: (tokens, index, index + 1),
@@ -565,7 +582,7 @@ def launcher() -> list[Row]:
     """Rows: host microseconds of one launch, by Triton and by hal, of an empty kernel."""
     from hal.bench import _empty
 
-    x = torch.zeros(64, device="cuda")
+    x = torch.zeros(64, device="cuda", dtype=torch.float32)
     out = []
     for name, kernel, args in (
         ("4 pointers, 2 ints", _empty.small, (x, x, x, x, 7, 48)),
@@ -609,10 +626,12 @@ def tables(quick: bool = False) -> dict[str, Any]:
 
     import triton
 
+    from hal.bench import block_table
     from hal.launch import status
 
     properties = torch.cuda.get_device_properties(0)
     rows = [*launcher(), *get_last_loc(), *assign_extend_cache_locs(), *bookkeeping(), *programmatic_launch()]
+    rows += block_table.expand()
     rows += rope_kv_write()
     rows += rope_kv_write({"llama3-8b": (1, 32, 512, 4096)}, torch.float8_e4m3fn, host=False)
     rows += kv_transfer(pages=(1, 64) if quick else (1, 16, 64, 128))

@@ -210,11 +210,11 @@ def _sets(nbytes: int) -> int:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(torch.bfloat16)
 
 
 def _slots(n: int, pool: int) -> Tensor:
-    return torch.randperm(pool, device=DEVICE)[:n]
+    return torch.randperm(pool, device=DEVICE, dtype=torch.int64)[:n]
 
 
 def _cache(row: tuple[int, ...], dtype: torch.dtype, share: int) -> Tensor:
@@ -226,7 +226,7 @@ def _cache(row: tuple[int, ...], dtype: torch.dtype, share: int) -> Tensor:
 
 
 def _angles(dim: int) -> Tensor:
-    angle = torch.rand(32768, dim // 2, device=DEVICE) * 6.3
+    angle = torch.rand(32768, dim // 2, device=DEVICE, dtype=torch.float32) * 6.3
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
@@ -264,7 +264,7 @@ def _sglang_store(a: Args) -> Callable[[], Any]:
 
 def _sglang_store_fp8(a: Args) -> Callable[[], Any]:
     fn = peers.sglang("ops.kvcache.fused_fp8_qkv_kv_cache").fused_fp8_qkv_kv_cache
-    scales = [torch.tensor([a[x]], device=DEVICE) for x in ("k_scale", "v_scale")]
+    scales = [torch.tensor([a[x]], dtype=torch.float32, device=DEVICE) for x in ("k_scale", "v_scale")]
     return lambda: fn(None, a["k"], a["v"], a["k_cache"], a["v_cache"], a["slots"], *scales)
 
 
@@ -377,8 +377,8 @@ def _qk_norm_rope_kv_write(op: str, tokens: int) -> Row:
         q, k, v = (x.view(tokens, -1, dim) for x in qkv.split([q_heads * dim, heads * dim, heads * dim], -1))
         sets.append({
             "q": q, "k": k, "v": v, "q_weight": q_weight, "k_weight": k_weight, "cos_sin_cache": cos_sin,
-            "positions": torch.randint(0, cos_sin.shape[0], (tokens,), device=DEVICE), "k_cache": k_cache,
-            "v_cache": v_cache, "slots": _slots(tokens, k_cache.shape[0]), "qkv": qkv,
+            "positions": torch.randint(0, cos_sin.shape[0], (tokens,), device=DEVICE, dtype=torch.int64),
+            "k_cache": k_cache, "v_cache": v_cache, "slots": _slots(tokens, k_cache.shape[0]), "qkv": qkv,
         })  # fmt: skip
     builds: dict[str, Build] = {
         OURS: lambda a: functools.partial(_ours(op), *(a[n] for n in _QK)),
@@ -487,8 +487,8 @@ def _mla_rope_kv_write(op: str, tokens: int) -> Row:
         {
             "q_rope": _random(tokens, heads, dim), "k_rope": _random(tokens, dim),
             "kv_lora": _random(tokens, lora), "cos_sin_cache": cos_sin,
-            "positions": torch.randint(0, cos_sin.shape[0], (tokens,), device=DEVICE), "kv_cache": cache,
-            "slots": _slots(tokens, cache.shape[0]), "interleaved": True,
+            "positions": torch.randint(0, cos_sin.shape[0], (tokens,), device=DEVICE, dtype=torch.int64),
+            "kv_cache": cache, "slots": _slots(tokens, cache.shape[0]), "interleaved": True,
         }
         for _ in range(_sets(read))
     ]  # fmt: skip

@@ -36,10 +36,10 @@ def child(what: str) -> None:
     if what == "planted":
         from hal.bench import _empty
 
-        _empty.past_the_end((1,), torch.zeros(64, device="cuda"), 64, BLOCK=64)
+        _empty.past_the_end((1,), torch.zeros(64, device="cuda", dtype=torch.float32), 64, BLOCK=64)
         torch.cuda.synchronize()
         return
-    from hal import ops
+    from hal import _host, ops
     from hal.kvpool import KVPool
 
     count = 0
@@ -53,7 +53,7 @@ def child(what: str) -> None:
             args = spec.make(**sample.params)
             for name, value in args.items():
                 if isinstance(value, torch.Tensor):
-                    raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).cuda()
+                    raw = _host.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).cuda()
                     args[name] = torch.empty(0, dtype=value.dtype, device="cuda").set_(
                         raw.untyped_storage(), value.storage_offset(), value.shape, value.stride()
                     )

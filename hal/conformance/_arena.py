@@ -1,33 +1,41 @@
 """The memory that a backend is judged in: every tensor in an allocation of ours, with guard zones.
 
-A sample's tensors are rebuilt on the target's device with the same strides and the same position
-relative to 16 bytes, each alone in its allocation. Whatever is not an element of the tensor — zones
-before and after it, gaps between its rows — holds a poison, and so do the elements of pure outputs.
+A sample's tensors are rebuilt in memory that the backend's process has mapped too, with the same strides and
+the same position relative to 16 bytes, each in a block of its own. Whatever is not an element of the tensor —
+zones before and after it, gaps between its rows — holds a poison, and so do the elements of pure outputs.
 After the call every byte that the contract does not name must be as it was.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal._remote.memory import PAGE, Memory
+from hal._remote.wire import Arguments, Pool, Span, View
 from hal.kvpool import KVPool
 
 POISONS = (0xFF, 0x5A)
 """A NaN in every float dtype and -1 in every integer; a finite number, far out of range as an index."""
 
 ZONE = 4096
+SIZE = 1 << 37
+"""Bytes of address space for all tensors of a case; the largest samples reach over 2^31 elements."""
+RESULT = 1 << 16
 FAR_BYTES = 1 << 28
 """An allocation larger than this is watched only around the rows of its first dim."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PAGE = mmap.PAGESIZE
 
 
 def bits(t: Tensor) -> Tensor:
@@ -73,18 +81,31 @@ class Block:
     view: Tensor
     raw: Tensor
     _windows: tuple[_Window, ...]
+    span: Span
     _before: list[Tensor] = field(default_factory=list)
+    _after: list[Tensor] | None = None
 
     def snapshot(self) -> None:
         """Remembers every watched byte."""
-        self._before = [self.raw[w.start : w.stop].to("cpu", copy=True) for w in self._windows]
+        self._before, self._after = self._bytes(), None
+
+    def take(self) -> None:
+        """Copies every watched byte out: from here on it is judged as it is now, whatever is written later."""
+        self._after = self._bytes()
+
+    def _bytes(self) -> list[Tensor]:
+        return [self.raw[w.start : w.stop].clone() for w in self._windows]
+
+    def _now(self) -> list[Tensor]:
+        return self._bytes() if self._after is None else self._after
 
     def touched(self, named: Tensor | None) -> str | None:
         """What changed since `snapshot` beyond the elements in `named` (None: none of them), in words."""
         item = self.view.dtype.itemsize
-        for w, before in zip(self._windows, self._before, strict=True):
-            now = self.raw[w.start : w.stop].to("cpu", copy=True)
+        for w, before, after in zip(self._windows, self._before, self._now(), strict=True):
+            now = after
             if named is not None and named.numel():
+                now = after.clone()
                 allowed = named if w.index is None else named[w.index]
                 part = w.view(now, item)
                 part.copy_(torch.where(allowed, w.view(before, item), part))
@@ -106,25 +127,28 @@ class Block:
         numel = 1
         for n in w.shape:
             numel *= n
-        mark = torch.full((span,), -1, dtype=torch.int64)
-        mark.as_strided(w.shape, w.stride).copy_(torch.arange(numel).view(w.shape))
+        mark = _host.full((span,), -1, dtype=torch.int64)
+        mark.as_strided(w.shape, w.stride).copy_(_host.arange(numel).view(w.shape))
         element = int(mark[(at - w.offset) // item])
         if element < 0:
             return f"{self.name}: {count} bytes written into the gaps between the tensor's rows"
         lead = [] if w.index is None else [w.index]
-        where = lead + [int(i) for i in torch.unravel_index(torch.tensor(element), w.shape)]
+        where = lead + [int(i) for i in torch.unravel_index(_host.tensor(element), w.shape)]
         return f"{self.name}{where}: changed, though the contract does not name it ({count} bytes in all)"
 
     def values(self) -> Tensor:
-        """The tensor as it is now, contiguous, on the CPU."""
-        return bits(self.view).contiguous().to("cpu", copy=True).view(self.view.dtype)
+        """The tensor as it is now, contiguous."""
+        return self._elements(self._now())
 
-    def element_values_before(self) -> Tensor | None:
+    def values_before(self) -> Tensor:
         """The tensor as it was at the snapshot, contiguous."""
+        return self._elements(self._before)
+
+    def _elements(self, copies: list[Tensor]) -> Tensor:
         item = self.view.dtype.itemsize
-        parts = [w.view(b, item) for w, b in zip(self._windows, self._before, strict=True)]
+        parts = [w.view(b, item) for w, b in zip(self._windows, copies, strict=True)]
         if not parts:
-            return None
+            return _host.empty(self.view.shape, dtype=self.view.dtype)
         whole = parts[0] if self._windows[0].index is None else torch.stack(parts)
         return whole.contiguous().clone().view(self.view.dtype)
 
@@ -140,6 +164,7 @@ class Placed:
 
     values: dict[str, Any]
     blocks: dict[str, list[Block]]
+    arena: Arena
 
     def all(self) -> Iterator[Block]:
         for blocks in self.blocks.values():
@@ -150,56 +175,132 @@ class Placed:
             block.snapshot()
         return self
 
+    def take(self) -> Placed:
+        for block in self.all():
+            block.take()
+        return self
 
-Allocator = Callable[[int, int], tuple[Tensor, int]]
-"""(bytes, position of the tensor modulo 16) -> (raw uint8, offset of the tensor's first byte)"""
+    def same_layout(self, other: Placed) -> bool:
+        """Do the blocks of both have the same sizes?"""
+        return [b.raw.numel() for b in self.all()] == [b.raw.numel() for b in other.all()]
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What another process needs to know to call with them."""
+        blocks = list(self.all())
+        index = {b.raw.untyped_storage().data_ptr(): i for i, b in enumerate(blocks)}
+
+        def view(t: Tensor) -> View:
+            block = index[t.untyped_storage().data_ptr()]
+            return View(
+                block, int(t.storage_offset()) * t.dtype.itemsize, t.dtype, tuple(t.shape), tuple(t.stride())
+            )
+
+        def half(t: Any) -> Any:
+            return tuple(map(view, t)) if isinstance(t, tuple) else None if t is None else view(t)
+
+        def value(v: Any) -> Any:
+            if isinstance(v, Tensor):
+                return view(v)
+            return Pool(half(v.k), half(v.v), v.layout, v.page_size) if isinstance(v, KVPool) else v
+
+        values = {name: value(v) for name, v in self.values.items()}
+        # A new tensor that a call returns is of the size of its arguments; what is not used does not exist.
+        room = min(RESULT + 4 * sum(b.raw.numel() for b in blocks), FAR_BYTES)
+        return Arguments(values, tuple(b.span for b in blocks), (self.arena.take(room), room))
 
 
-def on_device(device: torch.device, pinned: bool = False) -> Allocator:
-    """Ordinary memory, or pinned host memory, with `ZONE` bytes on either side."""
+@dataclass(frozen=True)
+class Spot:
+    """Where a tensor may lie: `raw` is bytes [start, ...) of the memory, the tensor begins `at` bytes into it."""
 
-    def allocate(size: int, position: int) -> tuple[Tensor, int]:
-        total = size + 2 * ZONE + 16
-        if total > FAR_BYTES and device.type == "cpu":
-            # Lazily committed: only the pages of the rows will ever exist.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-            return torch.frombuffer(mmap.mmap(-1, total, flags=flags), dtype=torch.uint8), ZONE + position
-        if pinned:
-            return torch.empty(total, dtype=torch.uint8, pin_memory=True), ZONE + position
-        return torch.empty(total, dtype=torch.uint8, device=device), ZONE + position
-
-    return allocate
+    raw: Tensor
+    at: int
+    start: int
 
 
-def against_pages(side: str) -> Allocator:
-    """Memory that ends (``side="end"``) or begins (``"start"``) at a page that may not be touched.
+class Arena:
+    """Memory that another process may have mapped too, handed out from the beginning and taken back from the end.
 
-    A single byte read or written past it kills the process, whether or not the value matters.
+    It is one file without a name, as large as anything that the suite ever asks for; only what is touched exists.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def allocate(size: int, position: int) -> tuple[Tensor, int]:
-        inner = -(-max(size, 1) // PAGE) * PAGE
-        area = mmap.mmap(-1, inner + 2 * PAGE)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        for guard in (base, base + PAGE + inner):
-            if libc.mprotect(guard, PAGE, 0):
-                raise OSError(ctypes.get_errno(), "mprotect")
-        raw = torch.frombuffer(area, dtype=torch.uint8, count=inner, offset=PAGE)
-        return raw, inner - size if side == "end" else 0
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("tensors")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            self.fd = self._file.fileno()
+        os.ftruncate(self.fd, size)
+        self.memory = Memory.of_file(self.fd, size)
+        self.top = 0
 
-    return allocate
+    def take(self, size: int, align: int = 64) -> int:
+        """The offset of `size` bytes."""
+        start = -(-self.top // align) * align
+        if start + size > self.size:
+            raise MemoryError(f"{size} bytes more than the {self.size} of the suite's memory")
+        self.top = start + size
+        return start
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """What is handed out inside is taken back on leaving."""
+        mark = self.top
+        try:
+            yield
+        finally:
+            if self.top - mark > FAR_BYTES:
+                self._forget(mark, self.top)
+            self.top = mark
+
+    def _forget(self, start: int, stop: int) -> None:
+        """Gives the pages of a very large block back to the system."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "fallocate"):
+            libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+            first = -(-start // PAGE) * PAGE
+            libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, first, max(stop // PAGE * PAGE - first, 0))
+
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where tensors get their blocks.
+
+    Args:
+        where: what the caller makes of a block, as in `hal._remote.wire.Span`.
+        side: the tensor's ``end`` or ``start`` lies at a page that may not be touched while the call runs: a single
+            byte read or written past it kills the process, whether or not the value matters. Else zones.
+    """
+
+    arena: Arena
+    where: str = "device"
+    side: str = ""
+
+    def __call__(self, size: int, position: int) -> Spot:
+        """A block for `size` bytes that begin at `position` modulo 16 (beside a page: where they have to)."""
+        if self.side:
+            inner = -(-max(size, 1) // PAGE) * PAGE
+            start = self.arena.take(inner + 2 * PAGE, PAGE) + PAGE
+            raw = self.arena.memory.raw(start, start + inner)
+            return Spot(raw, inner - size if self.side == "end" else 0, start)
+        total = size + 2 * ZONE + 16
+        start = self.arena.take(total)
+        return Spot(self.arena.memory.raw(start, start + total), ZONE + position, start)
 
 
 def place(
     arguments: Mapping[str, Any],
-    allocate: Allocator,
+    room: Room,
     *,
     poison: int = POISONS[0],
     outputs: frozenset[str] = frozenset(),
     shift: int = 0,
-    host: Mapping[str, Allocator] | None = None,
+    where: Mapping[str, str] | None = None,
     apart: frozenset[str] = frozenset(),
 ) -> Placed:
     """`arguments` of a sample, rebuilt in memory of ours, with a snapshot taken.
@@ -208,16 +309,16 @@ def place(
         poison: the byte in everything that is not an element.
         outputs: arguments whose elements hold the poison too (``dst`` stands for a whole pool).
         shift: elements by which each tensor starts off its place.
-        host: argument -> another allocator, for what stays on the host.
+        where: argument -> where the caller takes it, if not where `room` says.
         apart: arguments that get memory of their own even where they are a part of another one's, as MLA's v is of k.
     """
     values: dict[str, Any] = {}
     blocks: dict[str, list[Block]] = {}
     wholes: list[tuple[Tensor, Tensor]] = []
     for name, value in arguments.items():
-        use = (host or {}).get(name, allocate)
+        use = replace(room, where=where[name]) if where and name in where else room
 
-        def build(label: str, t: Tensor, use: Allocator = use, name: str = name) -> Tensor:
+        def build(label: str, t: Tensor, use: Room = use, name: str = name) -> Tensor:
             for whole, there in wholes if name not in apart else ():
                 if _begins(t, whole):
                     return there[..., : t.shape[-1]]
@@ -238,7 +339,7 @@ def place(
             values[name] = _pool(name, value, build)
         else:
             values[name] = value
-    return Placed(values, blocks).snapshot()
+    return Placed(values, blocks, room.arena).snapshot()
 
 
 def _begins(t: Tensor, whole: Tensor) -> bool:
@@ -265,12 +366,14 @@ def _pool(name: str, pool: KVPool, build: Callable[[str, Tensor], Tensor]) -> KV
     )
 
 
-def _block(name: str, t: Tensor, allocate: Allocator, poison: int, shift: int, is_output: bool) -> Block:
+def _block(name: str, t: Tensor, room: Room, poison: int, shift: int, is_output: bool) -> Block:
     item, span = t.dtype.itemsize, extent(t)
     position = (t.data_ptr() + shift * item) % 16 if t.numel() else 0
-    raw, at = allocate(span * item, position)
+    spot = room(span * item, position)
+    raw, at = spot.raw, spot.at
     shape, stride = tuple(t.shape), tuple(t.stride())
-    view = raw[: raw.numel() // item * item].view(t.dtype).as_strided(shape, stride, at // item)
+    flat = raw[: raw.numel() // item * item].view(t.dtype)
+    view = flat.as_strided(shape, stride, flat.storage_offset() + at // item)
     windows = _windows(shape, stride, at, span, item, raw.numel())
     for w in windows:
         raw[w.start : w.stop].fill_(poison)
@@ -278,7 +381,9 @@ def _block(name: str, t: Tensor, allocate: Allocator, poison: int, shift: int, i
         bits(view).fill_(int.from_bytes(bytes([poison]) * item, "little", signed=item > 1))
     elif t.numel():
         bits(view).copy_(bits(t))
-    return Block(name, view, raw, windows)
+    parts = tuple((w.start, w.stop) for w in windows)
+    there = Span(spot.start, spot.start + raw.numel(), parts, room.where, bool(room.side))
+    return Block(name, view, raw, windows, there)
 
 
 def _windows(

@@ -9,9 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from typing import TypeVar
 
+from hal.conformance._fresh import names as fresh_names
 from hal.conformance._result import Case
-from hal.ops._spec import OpSpec, PoolArg, Sample
+from hal.ops._spec import INDEX, OpSpec, PoolArg, Sample, TensorArg
+
+T = TypeVar("T")
 
 PLACEMENTS = ("device-to-host", "host-to-device", "host-to-host", "device-to-host-cpu-slots",
               "host-to-device-cpu-slots", "device-to-device-cpu-slots")  # fmt: skip
@@ -28,22 +32,30 @@ PROOFS = {
     "misaligned": "the same, with every tensor starting off a 16-byte boundary",
     "supports": "yes runs, no raises with nothing written, and would not have run",
     "errors": "a bad argument raises, names itself, writes nothing; a good call after it is right",
+    "extremes": "all pairs of extreme values in lengths, offsets, indptrs and slots (a stand-in's lane: some)",
     "pages": "no access past either end of any tensor, next to pages that may not be touched",
     "sequence": "calls in a row with other sizes and values, none of them remembered",
     "threads": "eight threads at once, each with arguments of its own",
     "determinism": "declared deterministic: the same bits every time",
-    "leak": "nothing is kept from call to call",
+    "soak": "ten thousand equal calls, every one of them compared with the first",
+    "leak": "nothing is kept from call to call: tensors, objects, memory, files, threads",
+    "later": "a second after the calls, their results, inputs and guard zones are as they were",
     "ragged": "shapes drawn by Hypothesis",
+    "fresh": "inputs drawn anew in every run, sizes far beyond the samples",
+    "defaults": "under a foreign default device, set or entered, and a default dtype of bf16",
+    "empty": "each size of each tensor is 0 in turn",
     "placement": "pools on the device and on the host, slots on either",
     **DEVICE_PROOFS,
 }
 """Proof -> what it shows, in the order of the tables."""
+DEFAULTS = ("set-device", "with-device", "dtype")
+"""Cases of ``defaults``."""
 ALONE = frozenset({"large", "threads", "leak", *DEVICE_PROOFS})
 """Proofs that other processes on the machine could disturb: they measure time, memory or threads."""
 
 
-def spread(samples: list[Sample], count: int) -> list[Sample]:
-    """`count` samples, evenly over the list, the first among them."""
+def spread(samples: list[T], count: int) -> list[T]:
+    """`count` of them, evenly over the list, the first among them."""
     if len(samples) <= count:
         return samples
     step = len(samples) / count
@@ -66,14 +78,38 @@ def cases_of(spec: OpSpec) -> list[Case]:
     out += of("supports", [s for s in small if s.tag != "required"], may_die=True)
     out += [Case(op, "errors", e.name) for e in spec.errors]
     out += of("pages", busy, may_die=True)
+    if index_arguments(spec):
+        out.append(Case(op, "extremes", "all", may_die=True))
     out += of(
         "determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())])
     )
-    out += [Case(op, proof, "all") for proof in ("sequence", "threads", "leak", "ragged")]
+    out += [Case(op, proof, "all") for proof in ("sequence", "threads", "soak", "leak", "later", "ragged")]
+    out += [Case(op, "fresh", name) for name in fresh_names(spec)]
+    out += [Case(op, "defaults", name) for name in DEFAULTS]
+    out += [Case(op, "empty", dim) for dim in dims_of(spec)]
     if sum(isinstance(a, PoolArg) for a in spec.args.values()) > 1:
         out += [Case(op, "placement", p) for p in PLACEMENTS]
     out += [Case(op, proof, "all", may_die=True) for proof in DEVICE_PROOFS]
     return out
+
+
+def index_arguments(spec: OpSpec) -> list[str]:
+    """The index tensors that the op reads."""
+    return [
+        n
+        for n, a in spec.args.items()
+        if isinstance(a, TensorArg)
+        and not a.mutated
+        and not isinstance(a.dtypes, str)
+        and set(a.dtypes) == set(INDEX)
+    ]
+
+
+def dims_of(spec: OpSpec) -> list[str]:
+    """The sizes that an op's tensors have, by name, in the order of the arguments; cases of ``empty``."""
+    tensors = [a for a in spec.args.values() if isinstance(a, TensorArg)]
+    found = [d for a in tensors for alternative in a.alternatives for d in alternative]
+    return [d for d in dict.fromkeys(found) if d.isidentifier()]
 
 
 def _distinct(samples: list[Sample]) -> list[Sample]:
@@ -85,11 +121,15 @@ def case_list(specs: Mapping[str, OpSpec]) -> list[Case]:
     return [case for spec in specs.values() for case in cases_of(spec)]
 
 
+ENTERS = ("kvpool.py", "_errors.py", "_host.py", "_memory.py")
+"""Of hal itself: what the contracts and their truths are made with."""
+
+
 def suite_hash() -> str:
-    """SHA-256 over the sources that decide a verdict: this package, the op contracts, the pools."""
+    """SHA-256 over the sources that decide a verdict: this package, who makes the calls, contracts, pools."""
     digest = hashlib.sha256()
-    for package in ("hal.conformance", "hal.ops", "hal"):
+    for package in ("hal.conformance", "hal._remote", "hal.ops", "hal"):
         for item in sorted(resources.files(package).iterdir(), key=lambda i: i.name):
-            if item.name.endswith(".py") and (package != "hal" or item.name in ("kvpool.py", "_errors.py")):
+            if item.name.endswith(".py") and (package != "hal" or item.name in ENTERS):
                 digest.update(f"{package}/{item.name}\0".encode() + item.read_bytes() + b"\0")
     return digest.hexdigest()

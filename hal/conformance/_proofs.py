@@ -6,16 +6,11 @@ beside it that names some.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import os
-import sys
-import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,9 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal._errors import ArgumentError, FallbackWarning, HalError, NoBackendError
-from hal.conformance._arena import POISONS, Allocator, Placed, against_pages, bits, on_device, place
+from hal._errors import HalError
+from hal._remote.target import Target
+from hal._remote.wire import Task
+from hal.conformance import _extremes, _inputs
+from hal.conformance._arena import POISONS, Placed, Room, bits, place
 from hal.conformance._cases import spread
+from hal.conformance._fresh import fresh
+from hal.conformance._hands import Caller, Died, caller_of
 from hal.conformance._result import (
     FAILED,
     NOT_APPLICABLE,
@@ -35,11 +35,10 @@ from hal.conformance._result import (
     Case,
     Result,
 )
-from hal.conformance._target import Target
-from hal.conformance._verdict import Failure, judge
-from hal.conformance._watch import code_of, watch
+from hal.conformance._soak import later, leak, soak
+from hal.conformance._verdict import Failure, Ret, judge
 from hal.kvpool import KVPool
-from hal.ops._judge import Want, same_bits
+from hal.ops._judge import Candidate, Want, same_bits
 from hal.ops._spec import OpSpec, PoolArg, Sample
 
 BOUND, DISPATCHED = "bound", "dispatched"
@@ -60,32 +59,42 @@ class Outcome(Exception):
 
 @dataclass
 class Run:
-    """A target and the case being proven on it.
+    """A backend and the case being proven on it.
 
     Args:
-        trial: called before something is tried whose crash would be no failure.
+        target: the process that it runs in; or the backend itself, to call it in this one.
         examples: how many shapes Hypothesis draws.
         fixed: draw the same shapes every time (when certifying).
         imports: modules that register the backend, for the snippet.
+        seed: what inputs that are drawn anew in every run are drawn from.
+        around: what every call stands in, as `hal._remote.around` has it.
     """
 
-    target: Target
+    target: Target | Caller
     spec: OpSpec
     case: Case
-    trial: Callable[[], None] = lambda: None
     examples: int = 60
     fixed: bool = True
     imports: Sequence[str] = ()
+    seed: int = 0
+    around: tuple[str, Any] | None = None
     room: dict[str, float] = field(default_factory=dict)
     failing: dict[str, Any] | None = None
+    trying: bool = False
+    """Something is being tried whose crash would be no failure."""
+
+    @cached_property
+    def caller(self) -> Caller:
+        return caller_of(self.target)
 
     @property
     def op(self) -> str:
         return self.spec.name
 
     @property
-    def device(self) -> torch.device:
-        return self.target.device
+    def device(self) -> str:
+        """The type of the device that the backend is judged on."""
+        return self.caller.device
 
     @cached_property
     def outputs(self) -> frozenset[str]:
@@ -98,7 +107,7 @@ class Run:
     @property
     def slow(self) -> bool:
         """A lane that stands in for a device: a call takes a thousand times as long, so repetitions are fewer."""
-        return self.target.lane != "device"
+        return self.caller.lane != "device"
 
     def sample(self, name: str | None = None) -> Sample:
         wanted = self.case.sample if name is None else name
@@ -113,73 +122,71 @@ class Run:
         self.failing = params
         return self.spec.make(**params)
 
+    def made(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Want]]:
+        """The arguments that `params` make, and what must come of them; kept, as many proofs use one sample."""
+        self.failing = dict(params)
+        return TRUTHS.get(self.spec, params)
+
     def place(
-        self, arguments: Mapping[str, Any], poison: int = POISONS[0], shift: int = 0, where: str = ""
+        self,
+        arguments: Mapping[str, Any],
+        poison: int = POISONS[0],
+        shift: int = 0,
+        where: str = "",
+        side: str = "",
     ) -> Placed:
-        """`arguments` on the target's device; slots of ``method="direct"`` on the CPU, as it asks."""
-        host: dict[str, Allocator] = {}
-        if self.device.type != "cpu" and any(isinstance(a, PoolArg) for a in self.spec.args.values()):
-            pinned, plain = on_device(torch.device("cpu"), True), on_device(torch.device("cpu"))
+        """`arguments` in the shared memory, for the target's device; slots of ``method="direct"`` for the CPU, as it
+        asks."""
+        host: dict[str, str] = {}
+        if self.device != "cpu" and any(isinstance(a, PoolArg) for a in self.spec.args.values()):
             source, _, rest = where.partition("-to-")
             if source == "host":
-                host["src"] = pinned
+                host["src"] = "pinned"
             if rest.startswith("host"):
-                host["dst"] = pinned
+                host["dst"] = "pinned"
             if rest.endswith("cpu-slots") or arguments.get("method") == "direct" or where == "host-to-host":
-                host |= {"src_slots": plain, "dst_slots": plain}
+                host |= {"src_slots": "host", "dst_slots": "host"}
         return place(
-            arguments, on_device(self.device), poison=poison, outputs=self.outputs, shift=shift, host=host,
+            arguments, Room(self.caller.arena, side=side), poison=poison, outputs=self.outputs, shift=shift, where=host,
             apart=self.written,
         )  # fmt: skip
 
     # --- calls ---
 
-    def why_not(self, placed: Placed) -> str | None:
-        """None, or the reason for which the backend refuses these arguments; nothing may be written."""
-        try:
-            self.target.bound(self.op, placed.values)
-        except NoBackendError as e:
-            try:
-                self.target.dispatch(self.op, placed.values)
-            except NoBackendError:
-                pass
-            else:
-                raise Failure(f"bind refuses ({e}), but the dispatched call does not raise") from e
-            for block in placed.all():
-                changed = block.touched(None)
-                if changed is not None:
-                    raise Failure(f"refused, yet something was written: {changed}") from e
-            return str(e)
-        return None
+    def do(self, kind: str, *placed: Placed, **options: Any) -> Mapping[str, Any]:
+        """What the backend's process says of a task."""
+        said = self.caller.do(Task(kind, self.op, tuple(p.arguments for p in placed), options))
+        if said["outcome"] == "broke":
+            raise Failure(f"{said['type']}: {said['text']}\n{said['trace']}")
+        return said
 
-    def call(self, placed: Placed, how: str = BOUND) -> Any:
-        """Calls the op; raises `Failure` where anything but the backend's own launcher ran it."""
-        try:
-            bound = self.target.bound(self.op, placed.values)
-        except NoBackendError as e:
-            raise Refused(str(e)) from None
-        own = code_of(bound.fn)
-        foreign = {c: o for c, o in self.target.foreign(self.op).items() if c is not own}
-        with watch(foreign, own) as seen, warnings.catch_warnings(), own_threads():
-            warnings.simplefilter("error", FallbackWarning)
-            try:
-                if how == BOUND:
-                    ret = bound.fn(**placed.values)
-                else:
-                    ret = self.target.dispatch(self.op, placed.values)
-            except Exception as e:
-                says = f"supports said yes, and the {how} call raised"
-                raise Failure(f"{says} {type(e).__name__}: {e}\n{short_trace(e)}") from e
-        others = seen - {"own"}
-        if others:
-            raise Failure(f"fell back in secret: the {how} call ran {', '.join(sorted(others))}'s code")
-        if own is not None and "own" not in seen:
-            raise Failure(f"the {how} call did not run the backend's own {bound.impl}")
-        settle(self.device)
-        return ret
+    def call(self, placed: Placed, how: str = BOUND, **options: Any) -> Ret:
+        """Calls the op; raises `Refused`, or `Failure` where anything but the backend's own launcher ran it.
 
-    def judge(self, wants: Mapping[str, Want], placed: Placed, ret: Any) -> None:
-        for dtype, worst in judge(self.spec, wants, placed, ret, self.device).items():
+        With ``keep`` the backend's process keeps what it returned, for the task ``again``; calls of the same ``like``,
+        a name, are made of the first one's launcher.
+        """
+        return Ret.of(self.called(placed, how, **options)["ret"], placed)
+
+    def called(self, placed: Placed, how: str = BOUND, **options: Any) -> Mapping[str, Any]:
+        """`call`, with what the manifest says of the implementation that ran."""
+        said = self.do("call", placed, how=how, around=self.around, **options)
+        if said["outcome"] == "refused":
+            if said["through"]:
+                raise Failure(f"bind refuses ({said['why']}), but the dispatched call does not raise")
+            untouched(placed, "refused, yet something was written")
+            raise Refused(said["why"])
+        if said["outcome"] == "raised":
+            says = f"supports said yes, and the {how} call raised"
+            raise Failure(f"{says} {said['type']}: {said['text']}\n{said['trace']}")
+        if said["others"]:
+            raise Failure(f"fell back in secret: the {how} call ran {', '.join(said['others'])}'s code")
+        if not said["own"]:
+            raise Failure(f"the {how} call did not run the backend's own {said['impl']}")
+        return said
+
+    def judge(self, wants: Mapping[str, Want], placed: Placed, ret: Ret) -> None:
+        for dtype, worst in judge(wants, placed, ret, self.device).items():
             self.room[dtype] = max(self.room.get(dtype, 0.0), worst)
 
     def prove(
@@ -188,25 +195,19 @@ class Run:
         ways: Sequence[tuple[str, int]] = WAYS,
         shift: int = 0,
         where: str = "",
-        allocate: Allocator | None = None,
+        side: str = "",
     ) -> dict[str, Want]:
         """Calls the op in all `ways` with what `params` make, and judges every call."""
-        arguments = self.make(**params)
-        wants = self.spec.oracle(arguments)
+        arguments, wants = self.made(params)
         # Both poisons and both ways of calling, with a call less.
         for how, poison in (ways[0], ways[-1]) if self.slow and len(ways) > 2 else ways:
-            if allocate is None:
-                placed = self.place(arguments, poison, shift, where)
-            else:
-                placed = place(arguments, allocate, poison=poison, outputs=self.outputs, apart=self.written)
-            why = self.why_not(placed)
-            if why is not None:
-                raise Refused(why)
-            ret = self.call(placed, how)
-            try:
-                self.judge(wants, placed, ret)
-            except Failure as e:
-                raise Failure(f"{how} call: {e}") from None
+            with self.caller.arena.borrowed():
+                placed = self.place(arguments, poison, shift, where, side)
+                ret = self.call(placed, how)
+                try:
+                    self.judge(wants, placed, ret)
+                except Failure as e:
+                    raise Failure(f"{how} call: {e}") from None
         return wants
 
     def control(self, name: str | None = None) -> None:
@@ -228,13 +229,12 @@ def value(run: Run) -> None:
 def large(run: Run) -> None:
     sample = run.sample()
     try:
-        arguments = run.make(**sample.params)
-        run.place(arguments)
+        with run.caller.arena.borrowed():
+            run.place(run.make(**sample.params))
     except (RuntimeError, OSError, MemoryError) as e:
         if isinstance(e, HalError):
             raise
         raise Outcome(NOT_RUN, f"no memory for offsets beyond 2^31: {first_line(e)}") from None
-    del arguments
     run.prove(sample.params, ways=((BOUND, POISONS[1]),))
 
 
@@ -247,73 +247,81 @@ def misaligned(run: Run) -> None:
 
 def supports(run: Run) -> None:
     sample = run.sample()
-    arguments = run.make(**sample.params)
-    why = run.why_not(run.place(arguments))
-    if why is None:
+    arguments, wants = run.made(sample.params)
+    try:
+        run.call(run.place(arguments))
+    except Refused as e:
+        why = str(e)
+    else:
         run.prove(sample.params, ways=((BOUND, POISONS[1]),))
         return
-    wants = run.spec.oracle(arguments)
-    run.trial()
-    for impl in run.target.implementations(run.op):
-        right = True
+    run.trying = True
+    for index in itertools.count():
+        right, impl = True, None
         for poison in POISONS:
             placed = run.place(arguments, poison)
+            said = run.do("attempt", placed, index=index)
+            if said["outcome"] == "none":
+                return
+            impl = said["impl"]
             try:
-                run.judge(wants, placed, impl.fn(**placed.values))
-            except Exception:
+                if said["outcome"] != "returned":
+                    raise Failure(said["text"])
+                run.judge(wants, placed, Ret.of(said["ret"], placed))
+            except Failure:
                 right = False
                 break
-        if right and run.target.lane != "interpreter":
-            raise Failure(f"supports says no, and {impl.impl} would have run it right; it said: {why}")
+        if right and run.caller.lane != "interpreter":
+            raise Failure(f"supports says no, and {impl} would have run it right; it said: {why}")
 
 
 def errors(run: Run) -> None:
     sample = next(e for e in run.spec.errors if e.name == run.case.name)
     placed = run.place(sample.make())
-    try:
-        run.target.dispatch(run.op, placed.values)
-    except ArgumentError as e:
-        if e.argument != sample.argument:
-            raise Failure(
-                f"expected an ArgumentError naming {sample.argument}, got one naming {e.argument}: {e}"
-            ) from e
-    except Exception as e:
-        raise Failure(
-            f"expected an ArgumentError naming {sample.argument}, got {type(e).__name__}: {e}"
-        ) from e
-    else:
+    said = run.do("refuse", placed)
+    if said["outcome"] == "returned":
         raise Failure(f"expected an ArgumentError naming {sample.argument}; the call went through")
-    for block in placed.all():
-        changed = block.touched(None)
-        if changed is not None:
-            raise Failure(f"raised as it should, but had already written: {changed}")
+    if said["argument"] is None:
+        raise Failure(
+            f"expected an ArgumentError naming {sample.argument}, got {said['type']}: {said['text']}"
+        )
+    if said["argument"] != sample.argument:
+        raise Failure(
+            f"expected an ArgumentError naming {sample.argument}, got one naming {said['argument']}: {said['text']}"
+        )
+    untouched(placed, "raised as it should, but had already written")
     run.control()
 
 
+def untouched(placed: Placed, otherwise: str) -> None:
+    """Raises `Failure` where anything at all was written."""
+    for block in placed.all():
+        changed = block.touched(None)
+        if changed is not None:
+            raise Failure(f"{otherwise}: {changed}")
+
+
 def pages(run: Run) -> None:
-    if run.device.type != "cpu":
+    if run.device != "cpu":
         raise Outcome(NOT_APPLICABLE, "guard pages are for host memory; the device has compute-sanitizer")
     nothing = False
     for side in ("end",) if run.slow else ("end", "start"):
-        nothing = names_nothing(
-            run.prove(run.sample().params, ways=((BOUND, POISONS[0]),), allocate=against_pages(side))
-        )
+        nothing = names_nothing(run.prove(run.sample().params, ways=((BOUND, POISONS[0]),), side=side))
     if nothing:
         run.control()
 
 
 def determinism(run: Run) -> None:
-    sample = run.sample()
-    arguments = run.make(**sample.params)
-    wants = run.spec.oracle(arguments)
+    arguments, wants = run.made(run.sample().params)
     first: list[Tensor] | None = None
     for turn in range(3 if run.slow else 5):
         placed = run.place(arguments, POISONS[1])
-        ret = run.call(placed)
+        said = run.called(placed)
+        ret = Ret.of(said["ret"], placed)
         run.judge(wants, placed, ret)
-        if not run.target.bound(run.op, placed.values).deterministic:
+        if not said["deterministic"]:
             raise Outcome(NOT_APPLICABLE, "not declared deterministic")
-        now = [b.values() for b in placed.all()] + ([ret.cpu()] if isinstance(ret, Tensor) else [])
+        now = [b.values() for b in placed.all()] + ([] if ret.values is None else [ret.values])
         if first is None:
             first = now
         for a, b in zip(first, now, strict=True):
@@ -352,80 +360,20 @@ def threads(run: Run) -> None:
     if sizes:
         low, high = run.spec.ragged[sizes[0]]
         base[sizes[0]] = max(low, min(high, 5 if run.slow else 48))
-    work: list[list[tuple[Placed, dict[str, Want], list[Any]]]] = [[] for _ in range(count)]
-    for i, turn in itertools.product(range(count), range(rounds)):
-        arguments = run.make(**{**base, "seed": 100 * i + turn})
-        work[i].append((run.place(arguments, POISONS[turn % 2]), run.spec.oracle(arguments), []))
-    settle(run.device)
-    fn = run.target.bound(run.op, work[0][0][0].values).fn
-    barrier = threading.Barrier(count)
-
-    def body(mine: list[tuple[Placed, dict[str, Want], list[Any]]]) -> None:
-        for placed, _, out in mine:
-            barrier.wait()
-            try:
-                out.append(fn(**placed.values))
-            except Exception as e:
-                out.append(e)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    torch.set_num_threads(_NATURAL)
-    try:
-        crew = [threading.Thread(target=body, args=(mine,), daemon=True) for mine in work]
-        for t in crew:
-            t.start()
-        for t in crew:
-            t.join()
-    finally:
-        torch.set_num_threads(1)
-        sys.setswitchinterval(interval)
-    settle(run.device)
-    for i, mine in enumerate(work):
-        for placed, wants, out in mine:
-            if isinstance(out[0], Exception):
-                raise Failure(f"race between threads: thread {i} raised {type(out[0]).__name__}: {out[0]}")
-            try:
-                run.judge(wants, placed, out[0])
-            except Failure as e:
-                raise Failure(
-                    f"race between threads: right alone, but wrong among {count} threads: {e}"
-                ) from None
-
-
-def leak(run: Run) -> None:
-    sample = run.busy[0]
-    run.prove(sample.params, ways=((BOUND, POISONS[1]),))
-    placed = run.place(run.make(**sample.params))
-    fn = run.target.bound(run.op, placed.values).fn
-    calls = 12 if run.slow else 200
-    limits = {
-        "tensors alive": calls // 4,
-        "Python objects alive": max(calls // 2, 64),
-        "bytes of memory": 32 << 20,
-        "bytes of device memory": 0,
-    }
-
-    def after_some() -> tuple[int, ...]:
-        for _ in range(calls):
-            fn(**placed.values)
-        settle(run.device)
-        gc.collect()
-        return census(run.device)
-
-    before, grown = after_some(), ""
-    # What is kept from every call grows in every round; a cache that fills, or the interpreter's own growth, in one.
-    for _ in range(3):
-        now = after_some()
-        over = [
-            f"{b - a} more {what}"
-            for (what, limit), a, b in zip(limits.items(), before, now, strict=True)
-            if b - a > limit
-        ]
-        if not over:
-            return
-        before, grown = now, over[0]
-    raise Failure(f"allocation grows: {grown} after {calls} equal calls, three times in a row")
+    work: list[tuple[Placed, dict[str, Want]]] = []
+    for turn, i in itertools.product(range(rounds), range(count)):
+        arguments, wants = run.made({**base, "seed": 100 * i + turn})
+        work.append((run.place(arguments, POISONS[turn % 2]), wants))
+    said = run.do("threads", *(placed for placed, _ in work), count=count)
+    for n, ((placed, wants), one) in enumerate(zip(work, said["calls"], strict=True)):
+        if one["outcome"] != "returned":
+            raise Failure(f"race between threads: thread {n % count} raised {one['type']}: {one['text']}")
+        try:
+            run.judge(wants, placed, Ret.of(one["ret"], placed))
+        except Failure as e:
+            raise Failure(
+                f"race between threads: right alone, but wrong among {count} threads: {e}"
+            ) from None
 
 
 def ragged(run: Run) -> None:
@@ -465,18 +413,10 @@ def ragged(run: Run) -> None:
 
 
 def placement(run: Run) -> None:
-    if run.device.type == "cpu":
+    if run.device == "cpu":
         raise Outcome(NOT_APPLICABLE, "on a CPU there is one place for a pool")
     where = run.case.name
-    from hal.registry._table import live
-
-    entry = live.current().entries.get(run.target.backend.partition("/")[0])
-    if (
-        where == "host-to-host"
-        and entry
-        and entry.manifest
-        and "cpu" not in entry.manifest.lanes[run.target.lane]
-    ):
+    if where == "host-to-host" and run.caller.takes is not None and "cpu" not in run.caller.takes:
         raise Outcome(
             NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's"
         )
@@ -492,8 +432,9 @@ def placement(run: Run) -> None:
 
 PROOFS: dict[str, Callable[[Run], None]] = {
     "value": value, "large": large, "misaligned": misaligned, "supports": supports, "errors": errors,
-    "pages": pages, "sequence": sequence, "threads": threads, "determinism": determinism, "leak": leak,
-    "ragged": ragged, "placement": placement,
+    "pages": pages, "extremes": _extremes.prove, "sequence": sequence, "threads": threads,
+    "determinism": determinism, "ragged": ragged, "fresh": fresh, "defaults": _inputs.defaults, "empty": _inputs.empty,
+    "placement": placement, "soak": soak, "leak": leak, "later": later,
 }  # fmt: skip
 
 
@@ -502,38 +443,44 @@ PROOFS: dict[str, Callable[[Run], None]] = {
 
 def run_case(
     case: Case,
-    target: Target,
+    target: Target | Caller,
     spec: OpSpec,
     *,
-    trial: Callable[[], None] = lambda: None,
     examples: int = 60,
     fixed: bool = True,
     imports: Sequence[str] = (),
+    seed: int = 0,
 ) -> Result:
     """Proves one case on a target. Never raises: whatever happens is the outcome."""
     from hal.conformance._device import PROOFS as DEVICE
 
     began = time.perf_counter()
     # The suite's own arithmetic is many small tensors, for which a pool of threads only waits.
+    natural = torch.get_num_threads()
     torch.set_num_threads(1)
-    run = Run(target, spec, case, trial, examples, fixed, imports)
+    run = Run(target, spec, case, examples, fixed, imports, seed)
     result = Result(case.id, PASSED)
     try:
-        why = target.ready(case.op)
+        why = run.caller.ready(case.op)
         if why is not None:
             raise Outcome(NOT_RUN, why)
-        (PROOFS.get(case.proof) or DEVICE[case.proof])(run)
+        with run.caller.arena.borrowed():
+            (PROOFS.get(case.proof) or DEVICE[case.proof])(run)
     except Outcome as e:
         result.outcome, result.reason = e.outcome, str(e)
     except Refused as e:
-        result.outcome, result.reason = refusal(case, target, str(e))
+        result.outcome, result.reason = refusal(case, run.caller, str(e))
     except Failure as e:
         result.outcome, result.reason = FAILED, str(e)
+    except Died as e:
+        # `supports` had said no, and running it all the same killed the process: it was right.
+        if not (run.trying and e.crashed):
+            result.outcome, result.reason = FAILED, str(e)
     except Exception as e:
         result.outcome = FAILED
         result.reason = f"{type(e).__name__}: {first_line(e)}\n{short_trace(e)}"
     finally:
-        torch.set_num_threads(_NATURAL)
+        torch.set_num_threads(natural)
     if result.outcome == FAILED:
         result.snippet = snippet(run)
     result.headroom = {k: round(v, 6) for k, v in run.room.items()}
@@ -541,7 +488,7 @@ def run_case(
     return result
 
 
-def refusal(case: Case, target: Target, why: str) -> tuple[str, str]:
+def refusal(case: Case, target: Caller, why: str) -> tuple[str, str]:
     """A refusal is a failure where the sample is required, or where no declared limit covers it."""
     if case.tag == "required":
         return FAILED, f"supports refuses what is required: {why}"
@@ -556,9 +503,9 @@ def refusal(case: Case, target: Target, why: str) -> tuple[str, str]:
 
 def snippet(run: Run) -> str:
     """A program that runs the failing example again."""
-    t = run.target
+    t = run.caller
     head = "".join(f"import {module}\n" for module in run.imports)
-    if run.case.proof in ("value", "ragged", "sequence", "large") and run.failing is not None:
+    if run.case.proof in ("value", "ragged", "fresh", "sequence", "large") and run.failing is not None:
         params = "".join(f", {k}={v!r}" for k, v in run.failing.items())
         call = f"replay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})"
         return f"{head}from hal.conformance import replay\n{call}\n"
@@ -621,36 +568,51 @@ def _same(a: Mapping[str, Want], b: Mapping[str, Want]) -> bool:
     return True
 
 
-_NATURAL = torch.get_num_threads()
+class Truths:
+    """Arguments and what must come of them, by op and parameters: made once, as long as there is room."""
+
+    def __init__(self, room: int = 1 << 28) -> None:
+        self.room = room
+        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._size = 0
+
+    def get(self, spec: OpSpec, params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Want]]:
+        # Not by value: 1, 1.0 and True are equal.
+        key = spec, tuple(sorted((name, repr(value)) for name, value in params.items()))
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            return found[0]  # type: ignore[no-any-return]
+        both = self._make(spec, params)
+        size = sum(t.untyped_storage().nbytes() for t in _tensors(both))
+        if size < self.room // 8:
+            self._kept[key] = both, size
+            self._size += size
+            while self._size > self.room:
+                self._size -= self._kept.popitem(last=False)[1][1]
+        return both
+
+    @staticmethod
+    def _make(spec: OpSpec, params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Want]]:
+        arguments = spec.make(**params)
+        return arguments, spec.oracle(arguments)
 
 
-@contextmanager
-def own_threads() -> Iterator[None]:
-    """As many threads as the backend would have outside of the suite."""
-    torch.set_num_threads(_NATURAL)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(1)
+TRUTHS = Truths()
 
 
-def settle(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "npu":
-        torch.get_device_module(device).synchronize()
-
-
-def census(device: torch.device) -> tuple[int, int, int, int]:
-    """(tensors, Python memory blocks, resident bytes, device bytes) of this process."""
-    tensors = sum(1 for o in gc.get_objects() if type(o) is Tensor)
-    resident = 0
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm", encoding="ascii") as f:
-            resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return tensors, sys.getallocatedblocks(), resident, used
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, KVPool):
+        return _tensors((value.k, value.v))
+    if isinstance(value, Want):
+        return [value.named, *_tensors(value.candidates), *_tensors(value.fields)]
+    if isinstance(value, Candidate):
+        return _tensors((value.value, value.slack))
+    if isinstance(value, Mapping):
+        return _tensors(tuple(value.values()))
+    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple) else []
 
 
 def first_line(e: BaseException) -> str:

@@ -23,10 +23,26 @@ from hal.conformance._result import (
 )
 from hal.conformance._waivers import Waiver, faults
 
-SCHEMA = "hal-conformance/1"
+SCHEMA = "hal-conformance/2"
 NOTE = (
     "A report guards against mistakes, not against forgery: --verify shows that it is consistent, "
     "not that the run took place; --rerun executes cases of it again."
+)
+ITS_WORD = {
+    "whose code ran (no secret fallback, its own launcher)": "value",
+    "that an implementation which refuses a call would not have run it right": "supports",
+    "that a bad argument raised, and what": "errors",
+    "what the process holds after many calls": "leak",
+    "that the stream was busy after the call, and nothing asked for it to be waited for": "sync",
+    "that a call ran on the stream, in the graph, or between the kernels that it should": "stream",
+    "what device memory a call holds": "memory",
+}
+"""What the process of the backend says, and nobody else has seen -> a proof that rests on it."""
+CAN_NOT_SHOW = (
+    "Values, and bytes that must stay as they were, are compared outside of the process that the backend runs in, with "
+    "an answer that was never in it. A backend that recognises the suite, by its inputs, its memory or the processes "
+    "around it, and does right for it alone, is not found out; nor is one that changes files of hal or of Python, or "
+    "other processes of its user. This tests that code is right; it is no fence around code that means harm."
 )
 SHOWN = 12
 """Kinds of failures that the terminal shows."""
@@ -91,6 +107,15 @@ def verdict(
         "ran": ran,
         "features": features(cases, outcomes),
     }
+
+
+def trust(own: Sequence[str]) -> dict[str, Any]:
+    """What the report rests on.
+
+    Args:
+        own: the ops whose contracts, and so whose truth, are the plugin's own code.
+    """
+    return {"own_oracle": list(own), "its_word": list(ITS_WORD), "can_not_show": CAN_NOT_SHOW}
 
 
 def features(cases: Sequence[Case], outcomes: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -159,6 +184,17 @@ def room(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return out
 
 
+def beyond(report: Mapping[str, Any]) -> str:
+    """What was tried beyond the fixed samples, and on a slow lane how much less."""
+    told = report["beyond_samples"]
+    fresh, soak = told["fresh"], told["soak"]
+    return (
+        f"beyond the samples: seed {told['seed']}, sizes {fresh['scale']}, {fresh['pairs']} pairs, "
+        f"{fresh['mixed']} mixtures; {soak['calls']:,} calls in a row, memory after {soak['leak_calls']:,}, "
+        f"seen again {soak['later_seconds']:g} s later"
+    )
+
+
 # --- writers ----------------------------------------------------------------------------------------
 
 
@@ -173,6 +209,7 @@ def terminal(report: Mapping[str, Any]) -> str:
     lines = [
         f"hal conformance: {report['backend']}, lane {report['lane']}, {report['device']}",
         f"suite {report['suite']['hash'][:12]}, hal-kernels {report['suite']['version']}, {report['seconds']:.0f} s",
+        beyond(report),
         "",
         " " * width + "  " + "  ".join(op.ljust(n) for op, n in zip(ops, columns, strict=True)),
     ]
@@ -192,11 +229,13 @@ def terminal(report: Mapping[str, Any]) -> str:
         if case["outcome"] == FAILED:
             alike.setdefault((case["op"], case["reason"].split("\n")[0]), []).append(case)
     for (first, *others), _ in zip(alike.values(), range(SHOWN), strict=False):
-        lines += ["", f"FAILED {first['id']}: {first['reason']}"]
+        says, *more = first["reason"].splitlines() or [""]
+        lines += ["", f"FAILED {first['id']}: {says}"]
         if others:
             lines.append(f"  and {len(others)} more in the same words, e.g. {others[0]['id']}")
         if first["snippet"]:
             lines += ["  run it again:"] + ["    " + s for s in first["snippet"].splitlines()]
+        lines += ["  " + line for line in more]
     if len(alike) > SHOWN:
         lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
     skipped: dict[tuple[str, str, str], int] = {}
@@ -210,6 +249,9 @@ def terminal(report: Mapping[str, Any]) -> str:
     lines += [f"{mark}: {op}, {n} case{'s' * (n > 1)}: {why}" for (mark, op, why), n in skipped.items()]
     counts = ", ".join(f"{n} {MARKS[o].lower()}" for o, n in result["counts"].items() if n)
     lines += ["", counts.replace(" ok", " passed")]
+    own = report["trust"]["own_oracle"]
+    if own:
+        lines.append(f"judged by the plugin's own contracts, where its code runs: {', '.join(own)}")
     if report["certify"]:
         lines.append("CERTIFIED" if result["certified"] else "NOT CERTIFIED")
         lines += [f"  {r}" for r in result["lacking"]]
@@ -303,8 +345,17 @@ def page(report: Mapping[str, Any]) -> str:
         f"<h1>{e(report['backend'])}: <span class={tone}>{e(state)}</span></h1>",
         f"<p>lane {e(report['lane'])}, {e(report['device'])}, {e(report['date'])}</p>",
         f"<p class=soft>suite {e(report['suite']['hash'])}, hal-kernels {e(report['suite']['version'])}</p>",
+        f"<p class=soft>code {e(report['code']['sha256'])}, {len(report['code']['files'])} files</p>",
+        f"<p class=soft>{e(beyond(report))}</p>",
         f"<p class=soft>{e(NOTE)}</p>",
+        f"<p class=soft>{e(report['trust']['can_not_show'])}</p>",
+        "<details class=soft><summary>The word of the backend's own process</summary><ul>"
+        + "".join(f"<li>{e(w)}</li>" for w in report["trust"]["its_word"])
+        + "</ul></details>",
     ]
+    if report["trust"]["own_oracle"]:
+        own = ", ".join(report["trust"]["own_oracle"])
+        parts.append(f"<p>Judged by the plugin's own contracts, where its code runs: {e(own)}.</p>")
     if result["lacking"]:
         parts.append(
             "<h2>What certification lacks</h2><ul>"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +12,52 @@ from torch import Tensor
 
 from hal.conformance._arena import Block, Placed
 from hal.ops._judge import Want, headroom, right_any, same_bits
-from hal.ops._spec import SHORT, OpSpec, describe
+from hal.ops._spec import SHORT
 
 
 class Failure(Exception):
     """The backend did not do what the contract says; the text says where."""
 
 
-def judge(
-    spec: OpSpec, wants: Mapping[str, Want], placed: Placed, ret: Any, device: torch.device
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Ret:
+    """What a call returned, as far as the process that made it says; the values are read here.
+
+    Args:
+        kind: ``none``, ``tensor`` or ``other``. type: of the object. names: the arguments that it is.
+        dtype, shape, device, shown: a tensor's. values: those of a new one, copied out.
+    """
+
+    kind: str = "none"
+    type: str = "NoneType"
+    names: tuple[str, ...] = ()
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device: str = ""
+    shown: str = ""
+    values: Tensor | None = None
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], placed: Placed) -> Ret:
+        """From the answer of another process, whatever that is."""
+        kind = str(said["kind"])
+        if kind != "tensor":
+            return cls(kind, "NoneType" if kind == "none" else str(said["type"]))
+        shape = tuple(int(n) for n in said["shape"])
+        dtype = next((d for d, name in SHORT.items() if name == said["dtype"]), None)
+        size = math.prod(shape) * (dtype.itemsize if dtype else 0)
+        start, most = placed.arguments.result
+        values = None
+        if said["stored"] is True and dtype is not None and min(shape, default=0) >= 0 and size <= most:
+            raw = placed.arena.memory.raw(start, start + size)
+            values = raw.clone().view(dtype).view(shape)
+        names = tuple(str(n) for n in said["is"])
+        return cls(
+            kind, "Tensor", names, str(said["dtype"]), shape, str(said["device"]), str(said["shown"]), values
+        )
+
+
+def judge(wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str) -> dict[str, float]:
     """The headroom by dtype, if all is right.
 
     Raises:
@@ -28,11 +66,12 @@ def judge(
     """
     problems: list[str] = []
     room: dict[str, float] = {}
+    placed.take()
     flat = _flat(wants, placed)
     truths = {label: want for label, want, _ in flat}
     for label, want, block in flat:
         got = block.values()
-        before = block.element_values_before()
+        before = block.values_before()
         problems += _results(label, got, want, before, truths)
         _note(room, got, want)
     named = {id(block): want.named for _, want, block in flat}
@@ -40,7 +79,7 @@ def judge(
         changed = block.touched(named.get(id(block)))
         if changed is not None:
             problems.append(changed)
-    problems += _returned(spec, wants, placed, ret, device, room)
+    problems += _returned(wants, placed, ret, device, room)
     if problems:
         raise Failure("; ".join(problems[:4]))
     return room
@@ -132,33 +171,24 @@ def _show(x: Tensor) -> str:
 
 
 def _returned(
-    spec: OpSpec,
-    wants: Mapping[str, Want],
-    placed: Placed,
-    ret: Any,
-    device: torch.device,
-    room: dict[str, float],
+    wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str, room: dict[str, float]
 ) -> list[str]:
     want = wants.get("return")
     if want is None:
-        return [] if ret is None else [f"return: expected None, got {type(ret).__name__}"]
-    if not isinstance(ret, Tensor):
-        return [f"return: expected a tensor, got {type(ret).__name__}"]
+        return [] if ret.kind == "none" else [f"return: expected None, got {ret.type}"]
+    if ret.kind != "tensor":
+        return [f"return: expected a tensor, got {ret.type}"]
     same = next((n for n, w in wants.items() if n != "return" and w is want), None)
     if same is not None:
-        given = placed.values[same]
-        if ret is given or (ret.data_ptr(), ret.shape, ret.dtype) == (
-            given.data_ptr(),
-            given.shape,
-            given.dtype,
-        ):
-            return []
-        return [f"return: expected {same} itself, got another tensor {describe(ret)}"]
-    if ret.device.type != device.type:
+        return (
+            [] if same in ret.names else [f"return: expected {same} itself, got another tensor {ret.shown}"]
+        )
+    if ret.device != device:
         return [f"return: expected a tensor on {device}, got one on {ret.device}"]
     dtype, shape = want.dtype or want.candidates[0].value.dtype, want.named.shape
-    if ret.dtype != dtype or ret.shape != shape:
-        return [f"return: expected {SHORT[dtype]}{list(shape)}, got {describe(ret)}"]
-    got = ret.cpu()
-    _note(room, got, want)
-    return _results("return", got, want, None, {})
+    if (ret.dtype, ret.shape) != (SHORT[dtype], tuple(shape)):
+        return [f"return: expected {SHORT[dtype]}{list(shape)}, got {ret.shown}"]
+    if ret.values is None:
+        return [f"return: {ret.shown}, and no bytes of it"]
+    _note(room, ret.values, want)
+    return _results("return", ret.values, want, None, {})

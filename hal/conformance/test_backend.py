@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from random import SystemRandom
 from typing import Any
 
 import pytest
 
+from hal._remote.target import RegistryTarget
 from hal.conformance._cases import case_list
 from hal.conformance._proofs import run_case
 from hal.conformance._result import FAILED, PASSED, Case
-from hal.conformance._target import RegistryTarget
 from hal.registry._table import live
+
+
+@cache
+def _seed() -> int:
+    return SystemRandom().randrange(2**32)
 
 
 @cache
@@ -31,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_conformance(case: Case, pytestconfig: pytest.Config) -> None:
     target = _target(pytestconfig.getoption("--hal-backend"), pytestconfig.getoption("--hal-lane"))
-    result = run_case(case, target, live.current().spec(case.op), fixed=False)
+    result = run_case(case, target, live.current().spec(case.op), fixed=False, seed=_seed())
     if result.outcome == FAILED:
         pytest.fail(f"{result.reason}\n\nrun it again:\n{result.snippet}", pytrace=False)
     if result.outcome != PASSED:

@@ -120,8 +120,10 @@ def generate(model: Any, prompts: Sequence[list[int]], new: int) -> Tokens:
     """transformers' greedy `generate`: a single prompt, or a batch that is padded on the left."""
     longest = max(map(len, prompts))
     pad = [longest - len(p) for p in prompts]
-    tokens = torch.tensor([[0] * n + p for n, p in zip(pad, prompts, strict=True)], device=model.device)
-    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pad], device=model.device)
+    tokens = torch.tensor(
+        [[0] * n + p for n, p in zip(pad, prompts, strict=True)], dtype=torch.int64, device=model.device
+    )
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pad], dtype=torch.int64, device=model.device)
     # No end token: both sides generate as many.
     made = model.generate(
         tokens, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0

@@ -34,7 +34,7 @@ class Comparison:
 @torch.inference_mode()
 def compare(model: Any, request: Request) -> Comparison:
     """Generates the request's output again with `model`, a transformers causal LM, and compares."""
-    prompt = torch.tensor([request.prompt], device=model.device)
+    prompt = torch.tensor([request.prompt], dtype=torch.int64, device=model.device)
     made = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

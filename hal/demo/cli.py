@@ -21,7 +21,7 @@ from hal.demo.meter import Meter
 from hal.demo.model import Llama
 from hal.demo.screen import Answer, Screen, benched, progress
 from hal.demo.weights import STAGES, WeightsMissing, load
-from hal.registry import _config, _select, table
+from hal.registry import _scope, _select, table
 from hal.registry._table import live
 
 PROMPTS = (
@@ -143,11 +143,14 @@ def main(
 def _reference_for_what_lacks(console: Console) -> Iterator[None]:
     """Where the user names a backend that lacks some of the engine's ops, names reference for those, and says so."""
     current, rows = live.current(), table()
-    levels = current.levels(None, _config.scope.get())
+    levels = current.levels(None, _scope.texts())
     named = {op: _select.decide(levels, op) for op in OPS}
 
     def lacks(op: str) -> bool:
-        backend, _, which = named[op][0].partition("/")
+        return all(lacks_it(link, op) for link in named[op][0].split(">"))
+
+    def lacks_it(name: str, op: str) -> bool:
+        backend, _, which = name.partition("/")
         if which or backend == "auto":
             return False
         if backend == "reference" or not current.entries[backend].state(current.lane).ready:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal import _host
 from hal.kvpool import KVPool
 
 
@@ -87,8 +88,8 @@ class Llama:
         self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
         self.device, self.dtype = self.embed.device, self.embed.dtype
 
-        power = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
-        angle = torch.outer(torch.arange(self.max_positions).float(), 1.0 / rope["rope_theta"] ** power)
+        power = _host.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        angle = torch.outer(_host.arange(self.max_positions).float(), 1.0 / rope["rope_theta"] ** power)
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.device)
 
     @staticmethod

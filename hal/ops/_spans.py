@@ -28,18 +28,27 @@ def extent(prefix: int, seq: int) -> tuple[int, int]:
 def spread(length: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each output in [0, capacity): its request, its place in the request, and whether it has one."""
     stop = length.cumsum(0)
-    o = torch.arange(capacity, device=length.device)
+    o = torch.arange(capacity, device=length.device, dtype=torch.int64)
     i = torch.searchsorted(stop, o, right=True)
     used = i < length.shape[0]
     i = torch.where(used, i, 0)
     return i, o - (stop - length)[i], used
 
 
+def columns(row: Tensor | None, start: int, stop: int) -> list[int]:
+    """For the oracles: ``row[start:stop]``, -1 for what is outside of it; no row: all of it."""
+    low, high = max(start, 0), stop if row is None else min(stop, row.shape[0])
+    if row is None or low >= high:
+        return [-1] * max(stop - start, 0)
+    found: list[int] = row[low:high].tolist()
+    return [-1] * (low - start) + found + [-1] * (stop - high)
+
+
 def clamped_lengths(start: Tensor, end: Tensor, most: int) -> Tensor:
-    """``max(end - start, 0)``, at most `most`: that can't wrap, and neither can its sum."""
-    length = end - start
-    # end > start with a difference below 0 has wrapped.
-    return torch.where(end > start, torch.where(length < 0, most, length.clamp(max=most)), 0)
+    """``max(end - start, 0)`` of int64, at most `most`, 0 or more: nothing in it wraps, and neither can its sum."""
+    # start + most stops at the largest int64, beyond which no end lies.
+    reach = start.clamp(max=torch.iinfo(torch.int64).max - most) + most
+    return torch.maximum(torch.minimum(end, reach), start) - start
 
 
 def check_page_size(op: str, page: object) -> None:

@@ -7,7 +7,7 @@ key, the rendering in error texts, and the cases of the conformance suite.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hal import _memory
+from hal._env import nearest
 from hal._errors import ArgumentError
 from hal.kvpool import KVPool
+from hal.ops._fresh import Fresh
 
 if TYPE_CHECKING:
     from hal.ops._judge import Want
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INDEX = (torch.int32, torch.int64)
+
+ROWS = ("head_dim", "v_head_dim", "rope_dim", "lora_dim")
+"""Dims that are a row's elements: no kernel knows rows of none."""
 
 SHORT: dict[torch.dtype, str] = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
@@ -95,8 +101,8 @@ class TensorSig:
     device: str
     shape: tuple[int | None, ...]
     stride: str
-    """``contiguous``; ``inner`` (last dim contiguous); ``overlapping`` (so too, and expanded: several elements in one
-    place); ``strided``; ``strided overlapping``."""
+    """``contiguous``; ``inner`` (last dim contiguous); ``overlapping`` (so too, and several elements may lie in one
+    place, as where it is expanded); ``strided``; ``strided overlapping``."""
     aligned: bool
     """The data start on a 16-byte boundary. Of index tensors nobody may ask that: False."""
     index: int | None = None
@@ -215,6 +221,7 @@ class OpSpec:
         check_sizes: those of them that hold of dynamic sizes; run on every checked call.
         check_values: reads index values (HAL_CHECKS=full); raises on one out of range.
         ragged: parameter of `make` -> inclusive int range or choices, for property tests.
+        fresh: how inputs are drawn anew in every run, with sizes far beyond the samples'.
         core: a backend must have it to be certified.
         returns: None; the name of a mutated argument, which is returned itself (a new tensor like it where it may be
             None and is); or a `TensorArg` for a new tensor, its dims those of arguments, or numbers.
@@ -231,6 +238,7 @@ class OpSpec:
     check_sizes: Callable[..., None] | None = None
     check_values: Callable[[Mapping[str, Any]], None] | None = None
     ragged: Mapping[str, tuple[int, int] | Sequence[Any]] = field(default_factory=dict)
+    fresh: Fresh | None = None
     core: bool = False
     returns: str | TensorArg | None = None
 
@@ -274,7 +282,9 @@ class OpSpec:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as e:
-            raise TypeError(f"{self.name}() {e}") from None
+            near = {k: nearest(k, self.args) for k in kwargs if k not in self.args}
+            meant = "".join(f"; {k}: did you mean {n}?" for k, n in near.items() if n)
+            raise TypeError(f"{self.name}() {e}{meant}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -336,16 +346,24 @@ class OpSpec:
             return ()
         return next((a for a in arg.alternatives if len(a) == ndim), ())
 
-    def key_source(self) -> str:
-        """Python source of a tuple that determines `sign`'s result, in terms of the parameters.
+    def key_source(self, shaped: Collection[str] = ()) -> str:
+        """Python source of a tuple that determines `sign`'s result and that of the checks, in terms of the parameters.
 
         Lean on purpose: it is evaluated on every dispatched call. What is nearly always so (one device, contiguous,
-        aligned) is one expression over all tensors, and is told apart by tensor only where it is not so. It may raise
-        where an argument is not what the contract says; such a call has no key. It uses the names ``_devices``,
-        ``_strides``, ``_alignments`` and ``_scale``, which `KEY_NAMES` has.
+        aligned, in memory, without a gradient) is one expression over all tensors, and is told apart by tensor only
+        where it is not so. It may raise where an argument is not what the contract says; such a call has no key. It
+        uses the names of `KEY_NAMES`.
+
+        Args:
+            shaped: arguments whose shapes are to be left behind, under the names that `shape_name` says.
         """
         parts: list[str] = []
         tensors = {n: a for n, a in self.args.items() if isinstance(a, TensorArg)}
+        pools = [n for n, a in self.args.items() if isinstance(a, PoolArg)]
+        names = list(tensors)
+        required = [n for n in names if not tensors[n].optional]
+        floats = [n for n in names if not self._of_indices(tensors[n])]
+        ranked = sorted((n for n in required if all(tensors[n].alternatives)), key=lambda n: n not in shaped)
         for name, arg in self.args.items():
             if isinstance(arg, PoolArg):
                 parts.append(f"{name}.key")
@@ -357,41 +375,75 @@ class OpSpec:
                 known = f"{name} is None" if arg.off is None else f"{name}.__class__, {name} == {arg.off!r}"
                 parts.append(f"{name}.__class__, {name}" if arg.choices else known)
             else:
-                one = self._tensor_key(name, arg)
+                one = self._tensor_key(name, arg, name in shaped or name in ranked[:1])
                 parts.append(
                     f"None if {name} is None else ({', '.join(one)})" if arg.optional else ", ".join(one)
                 )
+        if ranked:
+            # Under torch.jit.trace a size is a tensor: what is traced has no key.
+            parts.append(f"{shape_name(ranked[0])}[0].__class__")
 
         def every(test: str, names: Sequence[str]) -> str:
             return " and ".join(
                 f"({n} is None or {test.format(n)})" if tensors[n].optional else test.format(n) for n in names
             )
 
-        names = list(tensors)
-        required = [n for n in names if not tensors[n].optional]
-        floats = [n for n in names if not self._of_indices(tensors[n])]
+        def some(test: str, names: Sequence[str]) -> str:
+            return " or ".join(
+                f"{n} is not None and {test.format(n)}"
+                if getattr(self.args[n], "optional", False)
+                else test.format(n)
+                for n in names
+            )
+
         if required:
             rest = [n for n in names if n != required[0]]
             same = every("{}.device == _place", rest) or "True"
-            parts.append(f"(_place := {required[0]}.device), {same} or _devices({', '.join(rest)})")
+            elsewhere = f"((_place := {required[0]}.device), {same} or _devices({', '.join(rest)}))"
+            parts.append(f"{every('{}.is_cpu', names)} or {elsewhere}")
         elif names:
             parts.append(f"_devices({', '.join(names)})")
         if names:
             parts.append(f"{every('{}.is_contiguous()', names)} or _strides({', '.join(names)})")
+            # No address: empty, or a tensor without memory.
+            addresses = [
+                f"{n}.data_ptr()" if not tensors[n].optional else f"16 if {n} is None else {n}.data_ptr()"
+                for n in names
+            ]
+            addresses = [
+                f"(_at_{n} := {a})" if n in floats else a for n, a in zip(names, addresses, strict=True)
+            ]
+            parts.append(f"0 in ({', '.join(addresses)},) and _memory({', '.join(names)})")
         if floats:
-            bits = " | ".join(
-                f"(0 if {n} is None else {n}.data_ptr())" if tensors[n].optional else f"{n}.data_ptr()"
-                for n in floats
-            )
+            bits = " | ".join(f"_at_{n}" for n in floats)
             parts.append(f"({bits}) & 15 and _alignments({', '.join(floats)})")
+        real = [n for n in floats if self._may_be(tensors[n], "is_floating_point", "is_complex")]
+        if real:
+            # torch refuses to make an integer tensor with its negative bit set.
+            parts.append(some("{}.is_neg()", real))
+        if any(self._may_be(tensors[n], "is_complex") for n in real):
+            parts.append(some("{}.is_conj()", real))
+        derived = real + pools
+        if derived:
+            grad = some("{}.requires_grad", derived)
+            dual = f"_forward._current_level >= 0 and _tangents({', '.join(derived)})"
+            parts.append(f"_grad() and ({grad}) or {dual}")
         return "(" + ", ".join(parts) + ",)"
 
-    def _tensor_key(self, name: str, arg: TensorArg) -> list[str]:
+    def _may_be(self, arg: TensorArg, *kinds: str) -> bool:
+        """Whether one of an argument's dtypes is such a one, e.g. ``is_complex``."""
+        if isinstance(arg.dtypes, str):
+            like = self.args[arg.dtypes]
+            return not isinstance(like, TensorArg) or self._may_be(like, *kinds)
+        return any(getattr(d, kind) for d in arg.dtypes for kind in kinds)
+
+    def _tensor_key(self, name: str, arg: TensorArg, shaped: bool) -> list[str]:
         """Dtype, rank and static dims of one tensor."""
         static = {(a, i) for a in arg.alternatives for i, d in enumerate(a) if d in self.static}
         left = set(static)
-        if not static:
+        if not static and not shaped:
             return [f"{name}.dtype", f"{name}.ndim"]
+        shape = shape_name(name)
         # A place counted from the front or from the back, where it is static in every rank.
         longest = max(map(len, arg.alternatives))
         keys = []
@@ -399,13 +451,15 @@ class OpSpec:
             there = {(a, at % len(a)) for a in arg.alternatives if -len(a) <= at < len(a)}
             if len(there) == len(arg.alternatives) and there <= static and there & left:
                 left -= there
-                keys.append(f"_shape[{at}]")
+                keys.append(f"{shape}[{at}]")
         # What no such place covers: a slice, since it is empty where the rank is too low.
-        keys += [f"_shape[{i}:{i + 1}]" for i in sorted({i for _, i in left})]
-        return [f"{name}.dtype", f"len(_shape := {name}.shape)", *keys]
+        keys += [f"{shape}[{i}:{i + 1}]" for i in sorted({i for _, i in left})]
+        return [f"{name}.dtype", f"len({shape} := {name}.shape)", *keys]
 
-    def sizes_source(self) -> str:
+    def sizes_source(self, shape: Callable[[str], str] = "{}.shape".format) -> str:
         """Python source of an expression that is true where the dynamic sizes of a call disagree.
+
+        `shape` names a shape, given an argument's name.
 
         A size that stands in no one place (its tensor may have several ranks) is told by the whole check instead,
         unless all that have it are alike in that.
@@ -432,7 +486,7 @@ class OpSpec:
                 absent = [
                     f"{n} is None or " for n in (first, name) if getattr(self.args[n], "optional", False)
                 ]
-                tests.append(f"({''.join(absent)}{first}.shape[{i}] == {name}.shape[{j}])")
+                tests.append(f"({''.join(absent)}{shape(first)}[{i}] == {shape(name)}[{j}])")
         return f"not ({' and '.join(tests)})" if tests else "False"
 
     # --- checks ---
@@ -444,7 +498,15 @@ class OpSpec:
             ArgumentError: naming the first argument that breaks the contract.
         """
         dims: dict[str, tuple[int, str]] = {}
+        if torch._C._is_tracing():
+            raise ArgumentError(
+                self.name, next(iter(self.args)),
+                "a call outside of torch.jit.trace, which records nothing of what an op does (hal.torch_ops has ops "
+                "for torch.compile and torch.export)", "a call that is being traced",
+            )  # fmt: skip
         for name, arg in self.args.items():
+            for t in _tensors(values[name]):
+                self._check_memory(name, t)
             self._check_one(name, arg, values, dims)
         device = self.sign(values)
         if not any(isinstance(a, PoolArg) for a in self.args.values()):
@@ -459,10 +521,31 @@ class OpSpec:
                         self.name, name, f"a tensor on {_place((device.device, device.index))}, the call's device",
                         f"one on {v.device}",
                     )  # fmt: skip
+        for d in ROWS:
+            size, name = dims.get(d, (1, ""))
+            if not size:
+                raise ArgumentError(
+                    self.name, name, f"rows of at least one element ({d})", describe(values[name])
+                )
         if self.check is not None:
             self.check(values, {d: size for d, (size, _) in dims.items()})
         if self.check_sizes is not None:
             self.check_sizes(*values.values())
+
+    def _check_memory(self, name: str, t: Tensor) -> None:
+        why = _memory.flaw(t)
+        if why is not None:
+            raise ArgumentError(self.name, name, "a dense tensor whose values are in memory", why)
+        self.check_untracked(name, t)
+
+    def check_untracked(self, name: str, t: Tensor) -> None:
+        """Raises an `ArgumentError` where autograd would lose what it follows of `t`."""
+        why = _memory.tracked(t)
+        if why is not None:
+            raise ArgumentError(
+                self.name, name, "no gradient to track, since ops have no backward (torch.no_grad(), "
+                "torch.inference_mode(), or detach() it)", why,
+            )  # fmt: skip
 
     def _check_one(
         self, name: str, arg: Arg, values: Mapping[str, Any], dims: dict[str, tuple[int, str]]
@@ -479,7 +562,7 @@ class OpSpec:
             if isinstance(value, Tensor):
                 if value.dtype != torch.float32 or value.numel() != 1:
                     raise bad("a float or a one-element float32 tensor", describe(value))
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            elif value is not None and not _is_scale(value):
                 raise bad("a float, a one-element float32 tensor, or None", _type(value))
         elif isinstance(arg, ValueArg):
             if arg.choices and not any(
@@ -532,17 +615,36 @@ class OpSpec:
 
 def stride_class(t: Tensor) -> str:
     """`TensorSig.stride` of a tensor that is not contiguous."""
-    inner = t.ndim and (t.stride()[-1] == 1 or t.shape[-1] == 1)
-    if any(n > 1 and st == 0 for n, st in zip(t.shape, t.stride(), strict=True)):
+    shape, strides = t.shape, t.stride()
+    inner = shape and (strides[-1] == 1 or shape[-1] == 1)
+    if _memory.overlaps(shape, strides):
         return "overlapping" if inner else "strided overlapping"
     return "inner" if inner else "strided"
 
 
+def shape_name(argument: str) -> str:
+    """What the shape of an argument is called in the source of a key."""
+    return f"_shape_{argument}"
+
+
 def scale_key(scale: Any) -> Any:
-    """The part of a scale that selection may know."""
+    """The part of a scale that selection and checks may know."""
     if isinstance(scale, Tensor):
-        return (scale.dtype, scale.device, scale.numel() == 1)
-    return (type(scale), scale == 0)
+        flaw = not scale.data_ptr() or scale.is_neg() or _memory.tracked(scale) is not None
+        return (scale.dtype, scale.device, scale.numel() == 1, flaw)
+    return (type(scale), scale == 0, _is_scale(scale))
+
+
+def _is_scale(value: Any) -> bool:
+    """A float, whatever its value, or an int that is one."""
+    return type(value) is float or isinstance(value, float) or _memory.finite(value)
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    """The tensors of one argument."""
+    if isinstance(value, KVPool):
+        return value.tensors
+    return (value,) if isinstance(value, Tensor) else ()
 
 
 def _devices(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -557,7 +659,18 @@ def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple(t is None or not t.data_ptr() & 15 for t in tensors)
 
 
-KEY_NAMES = {"_devices": _devices, "_strides": _strides, "_alignments": _alignments, "_scale": scale_key}
+def _in_memory(*tensors: Tensor | None) -> tuple[bool, ...]:
+    return tuple(t is None or t.data_ptr() != 0 or t.numel() == 0 for t in tensors)
+
+
+def _tangents(*values: Any) -> bool:
+    return any(_memory.tracked(t) is not None for value in values for t in _tensors(value))
+
+
+KEY_NAMES: dict[str, Any] = {
+    "_devices": _devices, "_strides": _strides, "_alignments": _alignments, "_memory": _in_memory,
+    "_scale": scale_key, "_tangents": _tangents, "_grad": torch.is_grad_enabled, "_forward": torch.autograd.forward_ad,
+}  # fmt: skip
 """What `OpSpec.key_source` refers to."""
 
 
@@ -568,7 +681,7 @@ def describe(t: Tensor) -> str:
 
 
 def _type(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
+    return "None" if value is None else f"{type(value).__name__} {_memory.shown(value):.60}"
 
 
 def _place(place: tuple[str, int | None]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hal import _host
+
 SETTLED = ("cos", "sin", "exp", "log", "log2", "tanh", "sqrt", "rsqrt")
 """Every elementwise function of torch's that references, oracles, samples and the demo's engine call."""
 
@@ -17,7 +19,7 @@ def settle() -> None:
     (https://github.com/pytorch/pytorch/issues/188792): in 1 of 1500 fresh processes, cos was off by 1.5e-4.
     """
     for dtype in (torch.float32, torch.float64):
-        one = torch.ones(1, dtype=dtype)
+        one = _host.ones(1, dtype=dtype)
         for name in SETTLED:
             getattr(one, name)()
 
@@ -46,7 +48,7 @@ def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> No
     if n == 0 or size == 0:
         return
     first = valid.to(torch.int8).argmax().view(1)
-    pick = torch.where(valid, torch.arange(n, device=slots.device), first)
+    pick = torch.where(valid, torch.arange(n, device=slots.device, dtype=torch.int64), first)
     some = valid.any()
     index = torch.where(some, slots.to(torch.int64)[pick], 0)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.dtype.itemsize)

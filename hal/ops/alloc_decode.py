@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal.ops._fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops._judge import Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spans import LONGEST, check_page_size
@@ -168,16 +170,23 @@ SPEC = OpSpec(
             ErrorSample(name, "page_size", lambda value=value: _small(page_size=value))  # type: ignore[misc]
             for name, value in PAGE_ERRORS
         ),
-        ErrorSample("out-longer", "out", lambda: _small(out=torch.zeros(4, dtype=torch.int64))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(3))),
+        ErrorSample("out-longer", "out", lambda: _small(out=_host.zeros(4, dtype=torch.int64))),
+        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(3))),
         ErrorSample(
-            "free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=torch.zeros(4, 1, dtype=torch.int64)),
+            "free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=_host.zeros(4, 1, dtype=torch.int64)),
         ),
-        ErrorSample("lens-strided", "seq_lens", lambda: _small(seq_lens=torch.ones(6, dtype=torch.int64)[::2])),
+        ErrorSample("lens-strided", "seq_lens", lambda: _small(seq_lens=_host.ones(6, dtype=torch.int64)[::2])),
     ),
     ragged={
         "bs": (0, 600), "longest": (0, 90), "page_size": (1, 70), "spare": (-30, 30), "lens": ("i32", "i64"),
         "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
         "values": ("valid", "skip", "edge", "extreme"), "opening": ("some", "all", "none"),
     },
+    fresh=Fresh(
+        {
+            "bs": Wide(REQUESTS), "longest": Wide(ROWS, {"bs": MANY}), "page_size": Wide((257, 1024), {"bs": MANY}),
+            "spare": Wide(TOKENS),
+        },
+        lambda p: p["bs"] + max(p["spare"], 0),
+    ),
 )  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal.ops._fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spans import LONGEST, check_page_size, extent, extents, spread
@@ -114,10 +116,10 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
 
 
 def wanted(values: list[int], needed: int, out: Tensor) -> dict[str, Want]:
-    value, total = torch.tensor(values, dtype=out.dtype), torch.tensor([needed])
+    value, total = _host.tensor(values, dtype=out.dtype), _host.tensor([needed])
     return {
         "out": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),)),
-        "return": Want(torch.ones(1, dtype=torch.bool), (Candidate(total),)),
+        "return": Want(_host.ones(1, dtype=torch.bool), (Candidate(total),)),
     }
 
 
@@ -134,7 +136,7 @@ def open_slots(g: torch.Generator, tokens: Tensor, page_size: int, dtype: torch.
 
 def free_list(g: torch.Generator, n: int, kind: str, dtype: torch.dtype, page_size: int) -> Tensor:
     """`n` different pages; with edge or extreme values, some that no slot can be made of."""
-    pages = torch.randperm(n, generator=g) % max(1, 2**31 // page_size - 1)
+    pages = _host.randperm(n, generator=g) % max(1, 2**31 // page_size - 1)
     return odd_indices(pages, 2**31 // page_size, kind if kind in ("edge", "extreme") else "valid", dtype)
 
 
@@ -242,11 +244,11 @@ SPEC = OpSpec(
             ErrorSample(name, "page_size", lambda value=value: _small(page_size=value))  # type: ignore[misc]
             for name, value in PAGE_ERRORS
         ),
-        ErrorSample("out-float", "out", lambda: _small(out=torch.zeros(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=torch.ones(4, dtype=torch.int64))),
-        ErrorSample("free-pages-float", "free_pages", lambda: _small(free_pages=torch.zeros(4))),
+        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
+        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
+        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
+        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=_host.ones(4, dtype=torch.int64))),
+        ErrorSample("free-pages-float", "free_pages", lambda: _small(free_pages=_host.zeros(4))),
         ErrorSample("last-a-list", "last_loc", lambda: _small(last_loc=[1, 2, 3])),
     ),
     ragged={
@@ -255,4 +257,12 @@ SPEC = OpSpec(
         "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
         "values": ("valid", "negative", "edge", "extreme"),
     },
+    fresh=Fresh(
+        {
+            "bs": Wide(REQUESTS, {"longest": (1, 12)}), "longest": Wide(TOKENS, {"bs": (8, 12), "page_size": (1, 3)}),
+            "prefix": Wide(ROWS, {"bs": MANY}), "page_size": Wide((257, 1024), {"bs": MANY}),
+            "slack": Wide(TOKENS), "spare": Wide(TOKENS),
+        },
+        lambda p: 4 * p["bs"] * p["longest"] + max(p["slack"], 0) + max(p["spare"], 0),
+    ),
 )  # fmt: skip

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal.ops._fresh import MANY, TOKENS, Wide, table_fresh
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops._spans import clamped_lengths, columns, spread
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 from hal.ops._torch import in_range
 from hal.ops.get_last_loc import check_range
@@ -54,35 +57,26 @@ def assign_extend_cache_locs(
     if bs == 0 or rows == 0 or width == 0:
         return out.fill_(-1)
     start, end = start_offsets.to(torch.int64), end_offsets.to(torch.int64)
-    length = end - start
-    # end > start with a difference below 0 has wrapped: it is longer than any `out`. No request
-    # needs more than `capacity`, and with that the sum can't wrap either.
-    length = torch.where(end > start, torch.where(length < 0, capacity, length.clamp(max=capacity)), 0)
-    stop = length.cumsum(0)
-    t = torch.arange(capacity, device=out.device)
-    i = torch.searchsorted(stop, t, right=True)
-    used = i < bs
-    i = torch.where(used, i, 0)
-    request = req_pool_indices.to(torch.int64)[i]
-    column = start[i] + (t - (stop - length)[i])
-    valid = used & in_range(request, rows) & in_range(column, width)
-    found = req_to_token[torch.where(valid, request, 0), torch.where(valid, column, 0)]
+    i, t, used = spread(clamped_lengths(start, end, capacity), capacity)
+    request, first = req_pool_indices.to(torch.int64)[i], start[i]
+    # Compared before it is added, so that the sum can't wrap.
+    valid = used & in_range(request, rows) & (first >= -t) & (first < width - t)
+    column = torch.where(valid, first, 0) + torch.where(valid, t, 0)
+    found = req_to_token[torch.where(valid, request, 0), column]
     return out.copy_(torch.where(valid, found, -1))
 
 
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     table, out = a["req_to_token"], a["out"]
-    rows, width = table.shape
-    capacity = out.shape[0]
+    rows, capacity = table.shape[0], out.shape[0]
     want: list[int] = []
     lists = (a[n].tolist() for n in ("req_pool_indices", "start_offsets", "end_offsets"))
     for r, start, end in zip(*lists, strict=True):
         if len(want) >= capacity:
             break
-        row = table[r].tolist() if 0 <= r < rows else []
         stop = min(end, start + capacity - len(want))
-        want += [row[c] if 0 <= c < width and row else -1 for c in range(start, stop)]
-    value = torch.tensor(want + [-1] * (capacity - len(want)), dtype=out.dtype)
+        want += columns(table[r] if 0 <= r < rows else None, start, stop)
+    value = _host.tensor(want + [-1] * (capacity - len(want)), dtype=out.dtype)
     full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
     return {"out": full, "return": full}
 
@@ -108,7 +102,7 @@ def _make(
     if skew and bs:
         length.zero_()
         length[bs // 2] = min(longest, width)
-    start = (torch.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    start = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
     end = start + length
     dtype = INDEX_DTYPES[offsets]
     ends = end.clone()
@@ -145,6 +139,12 @@ def _check_values(a: Mapping[str, Any]) -> None:
 def _small(**change: Any) -> dict[str, Any]:
     return {**_make(bs=3, requests=4, width=8, longest=4), **change}
 
+
+FRESH = table_fresh(
+    {"longest": (1, 12)},
+    longest=Wide(TOKENS, {"bs": (8, 12), "requests": (30, 40), "width": (70_001, 80_000)}),
+    slack=Wide(TOKENS, {"bs": MANY}),
+)
 
 SPEC = OpSpec(
     assign_extend_cache_locs,
@@ -185,17 +185,18 @@ SPEC = OpSpec(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8).long())),
-        ErrorSample("out-float", "out", lambda: _small(out=torch.zeros(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("out-of-rank-2", "out", lambda: _small(out=torch.zeros(3, 3, dtype=torch.int64))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=torch.ones(4, dtype=torch.int64))),
-        ErrorSample("starts-bool", "start_offsets", lambda: _small(start_offsets=torch.ones(3, dtype=torch.bool))),
+        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8).long())),
+        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
+        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
+        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int64))),
+        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
+        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=_host.ones(4, dtype=torch.int64))),
+        ErrorSample("starts-bool", "start_offsets", lambda: _small(start_offsets=_host.ones(3, dtype=torch.bool))),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
         "index": ("i32", "i64"), "offsets": ("i32", "i64"), "out": ("i32", "i64"), "view": ("plain", "strided"),
         "values": ("valid", "skip", "negative", "edge", "extreme"),
     },
+    fresh=FRESH,
 )  # fmt: skip

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
-from hal.ops._spans import LONGEST, extent, extents, spread
+from hal.ops._spans import LONGEST, columns, extent, extents, spread
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, describe
 from hal.ops._torch import in_range
+from hal.ops.assign_extend_cache_locs import FRESH
 from hal.ops.get_last_loc import check_range
 
 
@@ -63,8 +65,7 @@ def build_kv_indices(
     rows, width = req_to_token.shape
     bs, capacity = kv_lens.shape[0], out.shape[0]
     _, length = extents(torch.zeros_like(kv_lens), kv_lens)
-    kv_indptr[:1] = 0
-    kv_indptr[1:] = length.cumsum(0).clamp(max=capacity).to(kv_indptr.dtype)
+    write_sums(length, kv_indptr, capacity)
     if bs == 0 or capacity == 0:
         return out
     i, t, used = spread(length, capacity)
@@ -79,21 +80,31 @@ def build_kv_indices(
     return out.copy_(torch.where(used, torch.where(valid, found, -1), out))
 
 
+def write_sums(length: Tensor, kv_indptr: Tensor, capacity: int) -> None:
+    """Where each of the lists begins and the last one ends, at most `capacity`."""
+    kv_indptr[:1] = 0
+    kv_indptr[1:] = length.cumsum(0).clamp(max=capacity).to(kv_indptr.dtype)
+
+
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    table, out, indptr = a["req_to_token"], a["out"], a["kv_indptr"]
-    rows, width = table.shape
-    capacity = out.shape[0]
+    table, capacity = a["req_to_token"], a["out"].shape[0]
+    rows = table.shape[0]
     lens = [extent(0, n)[1] for n in a["kv_lens"].tolist()]
     starts = [0] * len(lens) if a["kv_start"] is None else a["kv_start"].tolist()
     values: list[int] = []
     for r, start, n in zip(a["req_pool_indices"].tolist(), starts, lens, strict=True):
-        row = table[r].tolist() if 0 <= r < rows else []
-        columns = range(start, start + min(n, capacity - len(values)))
-        values += [row[c] if row and 0 <= c < width else -1 for c in columns]
+        stop = start + min(n, capacity - len(values))
+        values += columns(table[r] if 0 <= r < rows else None, start, stop)
+    return listing(values, lens, a)
+
+
+def listing(values: list[int], lens: list[int], a: Mapping[str, Any]) -> dict[str, Want]:
+    """What a packed list must be: `values` at the front of ``out``, the sums of `lens` in ``kv_indptr``."""
+    out, indptr = a["out"], a["kv_indptr"]
     value = out.clone()
-    value[: len(values)] = torch.tensor(values, dtype=out.dtype)
-    named = torch.arange(capacity) < len(values)
-    sums = torch.tensor([min(x, capacity) for x in accumulate(lens, initial=0)], dtype=indptr.dtype)
+    value[: len(values)] = _host.tensor(values, dtype=out.dtype)
+    named = _host.arange(out.shape[0]) < len(values)
+    sums = _host.tensor([min(x, out.shape[0]) for x in accumulate(lens, initial=0)], dtype=indptr.dtype)
     listed = Want(named, (Candidate(value),))
     return {
         "kv_indptr": Want(torch.ones_like(sums, dtype=torch.bool), (Candidate(sums),)), "out": listed, "return": listed,
@@ -123,7 +134,7 @@ def _make(
     if skew and bs:
         length.zero_()
         length[bs // 2] = min(longest, width)
-    begin = (torch.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    begin = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
     kv_lens = odd_indices(length, width + 1, values, INDEX_DTYPES[lens])
     total = sum(min(extent(0, n)[1], width + 1) for n in kv_lens.tolist())
     room = (max(0, total + slack),)
@@ -152,10 +163,13 @@ def _check_sizes(
     out: Tensor,
     kv_start: Any,
 ) -> None:
+    check_indptr("build_kv_indices", kv_lens, kv_indptr)
+
+
+def check_indptr(op: str, kv_lens: Tensor, kv_indptr: Tensor) -> None:
+    """Raises unless kv_indptr has one entry more than there are requests."""
     if kv_indptr.shape[0] != kv_lens.shape[0] + 1:
-        raise ArgumentError(
-            "build_kv_indices", "kv_indptr", f"[bs + 1] = [{kv_lens.shape[0] + 1}]", describe(kv_indptr)
-        )
+        raise ArgumentError(op, "kv_indptr", f"[bs + 1] = [{kv_lens.shape[0] + 1}]", describe(kv_indptr))
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
@@ -216,20 +230,21 @@ SPEC = OpSpec(
     ),
     errors=(
         ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
         ),
-        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=torch.zeros(3))),
-        ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(3, dtype=torch.int32))),
+        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
+        ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3, dtype=torch.int32))),
         ErrorSample(
-            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(1, dtype=torch.int32).expand(4)),
+            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(1, dtype=torch.int32).expand(4)),
         ),
-        ErrorSample("out-of-rank-2", "out", lambda: _small(out=torch.zeros(3, 3, dtype=torch.int32))),
-        ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(90, dtype=torch.int64)[::2])),
-        ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=torch.zeros(4, dtype=torch.int64))),
+        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int32))),
+        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(90, dtype=torch.int64)[::2])),
+        ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=_host.zeros(4, dtype=torch.int64))),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
         "index": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
         "start": ("i32", "i64", None), "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
     },
+    fresh=FRESH,
 )  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal.ops._fresh import COLUMNS, MANY, PAIRS, Wide, table_fresh
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spans import check_page_size
@@ -50,7 +52,7 @@ def build_page_table(
         return out
     if rows == 0 or width == 0:
         return out.fill_(-1)
-    column = torch.arange(out.shape[1], device=out.device) * page_size
+    column = torch.arange(out.shape[1], device=out.device, dtype=torch.int64) * page_size
     request = req_pool_indices.to(torch.int64).unsqueeze(1)
     valid = in_range(request, rows) & (column < kv_lens.to(torch.int64).unsqueeze(1)) & (column < width)
     slot = req_to_token[torch.where(valid, request, 0), torch.where(valid, column, 0)]
@@ -60,11 +62,11 @@ def build_page_table(
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     table, out, page = a["req_to_token"], a["out"], a["page_size"]
     rows, width = table.shape
-    value = torch.full(out.shape, -1, dtype=out.dtype)
+    value = _host.full(out.shape, -1, dtype=out.dtype)
     for i, (r, n) in enumerate(zip(a["req_pool_indices"].tolist(), a["kv_lens"].tolist(), strict=True)):
         if 0 <= r < rows:
             firsts = table[r, : min(max(n, 0), width) : page].tolist()[: out.shape[1]]
-            value[i, : len(firsts)] = torch.tensor(
+            value[i, : len(firsts)] = _host.tensor(
                 [s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype
             )
     full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
@@ -161,20 +163,25 @@ SPEC = OpSpec(
     ),
     errors=(
         ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
         ),
         ErrorSample("page-zero", "page_size", lambda: _small(page_size=0)),
         ErrorSample("page-huge", "page_size", lambda: _small(page_size=2**30 + 1)),
         ErrorSample("page-float", "page_size", lambda: _small(page_size=16.0)),
         ErrorSample("page-true", "page_size", lambda: _small(page_size=True)),
-        ErrorSample("out-of-rank-1", "out", lambda: _small(out=torch.zeros(3, dtype=torch.int32))),
-        ErrorSample("out-rows-disagree", "out", lambda: _small(out=torch.zeros(4, 3, dtype=torch.int32))),
-        ErrorSample("out-transposed", "out", lambda: _small(out=torch.zeros(4, 3, dtype=torch.int32).T)),
-        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=torch.zeros(3))),
+        ErrorSample("out-of-rank-1", "out", lambda: _small(out=_host.zeros(3, dtype=torch.int32))),
+        ErrorSample("out-rows-disagree", "out", lambda: _small(out=_host.zeros(4, 3, dtype=torch.int32))),
+        ErrorSample("out-transposed", "out", lambda: _small(out=_host.zeros(4, 3, dtype=torch.int32).T)),
+        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
     ),
     ragged={
         "bs": (0, 90), "requests": (1, 40), "width": (1, 200), "page_size": (1, 70), "pages": (0, 90),
         "index": ("i32", "i64"), "lens": ("i32", "i64"), "out": ("i32", "i64"), "view": ("plain", "strided"),
         "out_view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"), "holes": (False, True),
     },
+    fresh=table_fresh(
+        {"pages": (1, 8), "page_size": (1, 3)},
+        width=Wide(COLUMNS, {"bs": MANY, "requests": (30, 40), "page_size": (50, 70), "pages": (330, 400)}),
+        pages=Wide(PAIRS, {"bs": (20, 30), "requests": (30, 40), "page_size": (1, 2), "width": COLUMNS}),
+    ),
 )  # fmt: skip

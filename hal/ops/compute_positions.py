@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spans import LONGEST, extent, extents, spread
@@ -72,7 +74,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
 
 
 def _exactly(values: list[int], like: Tensor) -> Want:
-    value = torch.tensor(values, dtype=like.dtype)
+    value = _host.tensor(values, dtype=like.dtype)
     return Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
 
 
@@ -173,15 +175,22 @@ SPEC = OpSpec(
         Sample("extreme-i32", {"bs": 41, "values": "extreme", "lens": "i32", "slack": 300}),
     ),
     errors=(
-        ErrorSample("out-float", "out", lambda: _small(out=torch.zeros(9))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=torch.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=torch.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=torch.ones(4, dtype=torch.int64))),
-        ErrorSample("indptr-too-short", "indptr", lambda: _small(indptr=torch.zeros(3, dtype=torch.int32))),
-        ErrorSample("indptr-float", "indptr", lambda: _small(indptr=torch.zeros(4))),
+        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
+        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
+        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
+        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=_host.ones(4, dtype=torch.int64))),
+        ErrorSample("indptr-too-short", "indptr", lambda: _small(indptr=_host.zeros(3, dtype=torch.int32))),
+        ErrorSample("indptr-float", "indptr", lambda: _small(indptr=_host.zeros(4))),
     ),
     ragged={
         "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "slack": (-50, 50), "lens": ("i32", "i64"),
         "out": ("i32", "i64"), "indptr": ("i32", "i64", None), "values": ("valid", "negative", "edge", "extreme"),
     },
+    fresh=Fresh(
+        {
+            "bs": Wide(REQUESTS, {"longest": (1, 12)}), "longest": Wide(TOKENS, {"bs": (8, 12)}),
+            "prefix": Wide(ROWS, {"bs": MANY}), "slack": Wide(TOKENS),
+        },
+        lambda p: p["bs"] * p["longest"] + max(p["slack"], 0),
+    ),
 )  # fmt: skip

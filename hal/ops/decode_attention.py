@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.ops import _attention
+from hal.ops._fresh import TOKENS, Wide, room_for
 from hal.ops._judge import Want
 from hal.ops._make import generator
 from hal.ops._spec import ErrorSample, OpSpec, Sample, describe
@@ -74,7 +76,8 @@ def decode_attention(
     """
     start, end = _attention.bounds(kv_indptr, kv_indices.shape[0])
     if sliding_window >= 0:
-        start = torch.maximum(start, end - 1 - sliding_window)
+        # No wider than the list, or the difference might wrap.
+        start = torch.maximum(start, end - 1 - min(sliding_window, kv_indices.shape[0]))
     found, sums = _attention.reference(
         q, k_cache, v_cache, kv_indices, start, end, scale, logit_cap, k_scale, v_scale
     )
@@ -194,45 +197,49 @@ SPEC = OpSpec(
         Sample("mla-128-heads", {**_MLA, "q_heads": 128, "bs": 2}, "feature:mla"),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=torch.zeros(2, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-rank-2", "q", lambda: _small(q=torch.zeros(2, 256, dtype=torch.bfloat16))),
+        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(2, 4, 64, dtype=torch.float64))),
+        ErrorSample("q-rank-2", "q", lambda: _small(q=_host.zeros(2, 256, dtype=torch.bfloat16))),
         ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=torch.zeros(2, 4, 128, dtype=torch.bfloat16)[..., ::2]),
+            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(2, 4, 128, dtype=torch.bfloat16)[..., ::2]),
         ),
-        ErrorSample("heads-no-multiple", "q", lambda: _small(q=torch.zeros(2, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
+        ErrorSample("heads-no-multiple", "q", lambda: _small(q=_host.zeros(2, 3, 64, dtype=torch.bfloat16))),
+        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
         ErrorSample(
-            "k-cache-other-head-dim", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 32, dtype=torch.bfloat16)),
+            "k-cache-other-head-dim", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 32, dtype=torch.bfloat16)),
         ),
         ErrorSample(
-            "v-cache-other-dtype", "v_cache", lambda: _small(v_cache=torch.zeros(32, 2, 64).to(torch.float8_e5m2)),
+            "v-cache-other-dtype", "v_cache", lambda: _small(v_cache=_host.zeros(32, 2, 64).to(torch.float8_e5m2)),
         ),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=torch.zeros(31, 2, 64, dtype=torch.bfloat16))),
+        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=torch.bfloat16))),
         ErrorSample(
-            "v-cache-other-heads", "v_cache", lambda: _small(v_cache=torch.zeros(32, 1, 64, dtype=torch.bfloat16)),
+            "v-cache-other-heads", "v_cache", lambda: _small(v_cache=_host.zeros(32, 1, 64, dtype=torch.bfloat16)),
         ),
         ErrorSample("v-cache-none", "v_cache", lambda: _small(v_cache=None)),
         ErrorSample(
-            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
+            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
         ),
-        ErrorSample("indptr-too-short", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(2, dtype=torch.int32))),
-        ErrorSample("indptr-float", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(3))),
-        ErrorSample("indices-strided", "kv_indices", lambda: _small(kv_indices=torch.zeros(8, dtype=torch.int32)[::2])),
-        ErrorSample("out-other-dtype", "out", lambda: _small(out=torch.zeros(2, 4, 64))),
-        ErrorSample("out-other-shape", "out", lambda: _small(out=torch.zeros(2, 4, 32, dtype=torch.bfloat16))),
+        ErrorSample("indptr-too-short", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(2, dtype=torch.int32))),
+        ErrorSample("indptr-float", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3))),
+        ErrorSample("indices-strided", "kv_indices", lambda: _small(kv_indices=_host.zeros(8, dtype=torch.int32)[::2])),
+        ErrorSample("out-other-dtype", "out", lambda: _small(out=_host.zeros(2, 4, 64))),
+        ErrorSample("out-other-shape", "out", lambda: _small(out=_host.zeros(2, 4, 32, dtype=torch.bfloat16))),
         ErrorSample(
-            "out-expanded", "out", lambda: _small(out=torch.zeros(1, 4, 64, dtype=torch.bfloat16).expand(2, 4, 64)),
+            "out-expanded", "out", lambda: _small(out=_host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(2, 4, 64)),
         ),
-        ErrorSample("lse-bf16", "lse", lambda: _small(lse=torch.zeros(2, 4, dtype=torch.bfloat16))),
+        ErrorSample("lse-bf16", "lse", lambda: _small(lse=_host.zeros(2, 4, dtype=torch.bfloat16))),
         ErrorSample("scale-none", "scale", lambda: _small(scale=None)),
         ErrorSample("scale-nan", "scale", lambda: _small(scale=float("nan"))),
         ErrorSample("window-minus-2", "sliding_window", lambda: _small(sliding_window=-2)),
         ErrorSample("window-float", "sliding_window", lambda: _small(sliding_window=3.0)),
         ErrorSample("cap-negative", "logit_cap", lambda: _small(logit_cap=-1.0)),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=torch.ones(1))),
+        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
     ),
     ragged={
         "bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty"),
     },
+    fresh=_attention.fresh(
+        240, {"longest": Wide(TOKENS, {"bs": (1, 2), "lengths": "full", "slots": room_for("bs", "longest")})},
+        lambda p: p["bs"] * p["longest"] // (16 if p["lengths"] == "sparse" else 1), "",
+    ),
 )  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.ops import _attention
+from hal.ops._fresh import TOKENS, Wide, room_for
 from hal.ops._judge import Want
 from hal.ops._make import generator
 from hal.ops._spec import ErrorSample, OpSpec, Sample, ValueArg, describe
@@ -77,7 +79,7 @@ def extend_attention(
     n, nnz = q.shape[0], kv_indices.shape[0]
     begin, stop = _attention.bounds(qo_indptr, n)
     start, end = _attention.bounds(kv_indptr, nnz)
-    t = torch.arange(n, device=q.device)
+    t = torch.arange(n, device=q.device, dtype=torch.int64)
     mine = (t.view(-1, 1) >= begin) & (t.view(-1, 1) < stop)
     if not mine.shape[1]:
         return (
@@ -89,7 +91,8 @@ def extend_attention(
     first, last = start[owner], end[owner]
     after = last - (stop[owner] - t) + 1
     if sliding_window >= 0:
-        first = torch.maximum(first, after - 1 - sliding_window)
+        # No wider than the list, or the difference might wrap.
+        first = torch.maximum(first, after - 1 - min(sliding_window, nnz))
     if causal:
         last = after
     found, sums = _attention.reference(
@@ -243,34 +246,46 @@ SPEC = OpSpec(
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 2, "prefix": 1, "bs": 2}, large=True),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=torch.zeros(6, 4, 64, dtype=torch.float64))),
+        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(6, 4, 64, dtype=torch.float64))),
         ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=torch.zeros(6, 4, 128, dtype=torch.bfloat16)[..., ::2]),
+            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(6, 4, 128, dtype=torch.bfloat16)[..., ::2]),
         ),
-        ErrorSample("heads-no-multiple", "q", lambda: _small(q=torch.zeros(6, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
+        ErrorSample("heads-no-multiple", "q", lambda: _small(q=_host.zeros(6, 3, 64, dtype=torch.bfloat16))),
+        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
         ErrorSample(
-            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
+            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
         ),
         ErrorSample("v-cache-none", "v_cache", lambda: _small(v_cache=None)),
         ErrorSample(
-            "indptr-empty", "qo_indptr", lambda: _small(qo_indptr=torch.zeros(0).int(), kv_indptr=torch.zeros(0).int()),
+            "indptr-empty", "qo_indptr", lambda: _small(qo_indptr=_host.zeros(0).int(), kv_indptr=_host.zeros(0).int()),
         ),
-        ErrorSample("indptrs-disagree", "kv_indptr", lambda: _small(kv_indptr=torch.zeros(4, dtype=torch.int32))),
-        ErrorSample("indptr-float", "qo_indptr", lambda: _small(qo_indptr=torch.zeros(3))),
-        ErrorSample("indices-rank-2", "kv_indices", lambda: _small(kv_indices=torch.zeros(2, 4, dtype=torch.int32))),
-        ErrorSample("out-other-dtype", "out", lambda: _small(out=torch.zeros(6, 4, 64))),
-        ErrorSample("out-fewer-rows", "out", lambda: _small(out=torch.zeros(5, 4, 64, dtype=torch.bfloat16))),
-        ErrorSample("lse-other-heads", "lse", lambda: _small(lse=torch.zeros(6, 2))),
+        ErrorSample("indptrs-disagree", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(4, dtype=torch.int32))),
+        ErrorSample("indptr-float", "qo_indptr", lambda: _small(qo_indptr=_host.zeros(3))),
+        ErrorSample("indices-rank-2", "kv_indices", lambda: _small(kv_indices=_host.zeros(2, 4, dtype=torch.int32))),
+        ErrorSample("out-other-dtype", "out", lambda: _small(out=_host.zeros(6, 4, 64))),
+        ErrorSample("out-fewer-rows", "out", lambda: _small(out=_host.zeros(5, 4, 64, dtype=torch.bfloat16))),
+        ErrorSample("lse-other-heads", "lse", lambda: _small(lse=_host.zeros(6, 2))),
         ErrorSample("causal-text", "causal", lambda: _small(causal="yes")),
         ErrorSample("scale-text", "scale", lambda: _small(scale="1")),
         ErrorSample("window-minus-2", "sliding_window", lambda: _small(sliding_window=-2)),
         ErrorSample("cap-inf", "logit_cap", lambda: _small(logit_cap=float("inf"))),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=torch.ones(1))),
+        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
     ),
     ragged={
         "bs": (0, 7), "longest": (0, 20), "prefix": (-3, 30), "spare": (0, 3), "causal": (True, False),
         **_attention.RAGGED,
     },
+    fresh=_attention.fresh(
+        480,
+        {
+            # Every query sees few keys, and the truth is no square.
+            "longest": Wide((2_305, 2_600), {
+                "bs": 1, "prefix": (0, 30), "lengths": "full", "sliding_window": 20, "causal": True,
+                "slots": room_for("longest"), "spare": (0, 3),
+            }),
+            "prefix": Wide(TOKENS, {"bs": 1, "lengths": "full", "longest": (1, 3), "slots": room_for("prefix")}),
+        },
+        lambda p: p["bs"] * (p["longest"] + max(p["prefix"], 0)) // (16 if p["lengths"] == "sparse" else 1), "longest",
+    ),
 )  # fmt: skip

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import table_fresh
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
@@ -59,7 +62,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         int(table[r, p - 1]) if 0 <= r < rows and 0 < p <= width else -1
         for r, p in zip(requests, lens, strict=True)
     ]
-    value = torch.tensor(out, dtype=a["prefix_lens"].dtype)
+    value = _host.tensor(out, dtype=a["prefix_lens"].dtype)
     return {"return": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))}
 
 
@@ -137,14 +140,14 @@ SPEC = OpSpec(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8).long())),
-        ErrorSample("table-of-rank-1", "req_to_token", lambda: _small(req_to_token=torch.zeros(8, dtype=torch.int32))),
+        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8).long())),
+        ErrorSample("table-of-rank-1", "req_to_token", lambda: _small(req_to_token=_host.zeros(8, dtype=torch.int32))),
         ErrorSample(
-            "table-transposed", "req_to_token", lambda: _small(req_to_token=torch.zeros(8, 4, dtype=torch.int32).T)
+            "table-transposed", "req_to_token", lambda: _small(req_to_token=_host.zeros(8, 4, dtype=torch.int32).T)
         ),
-        ErrorSample("float-requests", "req_pool_indices", lambda: _small(req_pool_indices=torch.zeros(3))),
-        ErrorSample("lengths-disagree", "prefix_lens", lambda: _small(prefix_lens=torch.ones(4, dtype=torch.int64))),
-        ErrorSample("lens-strided", "prefix_lens", lambda: _small(prefix_lens=torch.ones(6, dtype=torch.int64)[::2])),
+        ErrorSample("float-requests", "req_pool_indices", lambda: _small(req_pool_indices=_host.zeros(3))),
+        ErrorSample("lengths-disagree", "prefix_lens", lambda: _small(prefix_lens=_host.ones(4, dtype=torch.int64))),
+        ErrorSample("lens-strided", "prefix_lens", lambda: _small(prefix_lens=_host.ones(6, dtype=torch.int64)[::2])),
         ErrorSample("lens-a-list", "prefix_lens", lambda: _small(prefix_lens=[1, 2, 3])),
         ErrorSample("lens-none", "prefix_lens", lambda: _small(prefix_lens=None)),
     ),
@@ -152,4 +155,6 @@ SPEC = OpSpec(
         "bs": (0, 300), "requests": (1, 40), "width": (1, 80), "index": ("i32", "i64"), "lens": ("i32", "i64"),
         "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
     },
+    # Every other request is skipped, and every other length beside it: "skip" leaves nothing to find.
+    fresh=replace(table_fresh({}), beside={"values": ("valid", "edge", "extreme")}),
 )  # fmt: skip

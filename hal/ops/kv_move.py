@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.kvpool import KVPool
 from hal.ops import kv_transfer as transfer
+from hal.ops._fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
 from hal.ops._judge import Want
 from hal.ops._make import FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, PoolArg, Sample, TensorArg, ValueArg, describe
@@ -94,7 +96,7 @@ def _check_values(a: Mapping[str, Any]) -> None:
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     """A transfer from the pool as it was: the truth never looks at what a write has changed."""
     moved = transfer.SPEC.oracle({**a, "src": a["pool"], "dst": a["pool"]})["dst"]
-    return {"pool": moved, "workspace": Want(torch.ones(a["workspace"].shape, dtype=torch.bool), free=True)}
+    return {"pool": moved, "workspace": Want(_host.ones(a["workspace"].shape, dtype=torch.bool), free=True)}
 
 
 # --- samples ----------------------------------------------------------------------------------------
@@ -128,16 +130,16 @@ def _make(
     row = (head_dim,) if mla else (heads, head_dim)
     v_row = None if mla else (heads, v_head_dim or head_dim)
     pool = transfer._pool(g, layout, slots, page, num_layers, row, v_row, kind, view)
-    source = torch.randperm(slots, generator=g)
+    source = _host.randperm(slots, generator=g)
     source = source[:n] if n <= slots else randint(g, 0, slots, (n,))
     if order in ("shift", "back"):
-        source = torch.arange(n) % max(1, slots - 1) + (order == "back")
+        source = _host.arange(n) % max(1, slots - 1) + (order == "back")
         target = source + (1 if order == "shift" else -1)
     elif order == "swap":
         target = source.clone()
         target[: n // 2], target[n // 2 : n // 2 * 2] = source[n // 2 : n // 2 * 2], source[: n // 2]
     elif order == "random":
-        target = torch.randperm(slots, generator=g)
+        target = _host.randperm(slots, generator=g)
         target = target[:n] if n <= slots else randint(g, 0, slots, (n,))
     elif order == "spread":
         target, source = source, source[:1].expand(n)
@@ -151,7 +153,7 @@ def _make(
         # One place on: an odd slot must meet a valid one, or either alone decides.
         "dst_slots": odd_indices(target, slots, "valid" if values == "skip" else values, index)
                      .roll(1 if values in ("edge", "extreme") else 0),
-        "workspace": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=g),
+        "workspace": _host.randint(0, 256, (size,), dtype=torch.uint8, generator=g),
         "layers": None if layers is None else range(*layers),
     }  # fmt: skip
 
@@ -167,6 +169,8 @@ _ORDERS = ("cycle", "shift", "back", "swap", "random", "spread")
 def _tag(layout: str) -> str:
     return "feature:page_head" if layout == "page_head" else "required"
 
+
+_FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
 
 SPEC = OpSpec(
     kv_move,
@@ -219,12 +223,12 @@ SPEC = OpSpec(
         Sample("far-slots", {"view": "far", "slots": 8, "num_layers": 2, "n": 8, "layout": "page_first"}, large=True),
     ),
     errors=(
-        ErrorSample("pool-a-tensor", "pool", lambda: _small(pool=torch.zeros(3, 32, 2, 16))),
-        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=torch.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=torch.zeros(3))),
-        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=torch.zeros(3, 1, dtype=torch.int64))),
+        ErrorSample("pool-a-tensor", "pool", lambda: _small(pool=_host.zeros(3, 32, 2, 16))),
+        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=_host.zeros(2, dtype=torch.int64))),
+        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=_host.zeros(3))),
+        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=_host.zeros(3, 1, dtype=torch.int64))),
         ErrorSample("no-workspace", "workspace", lambda: _small(workspace=None)),
-        ErrorSample("workspace-of-floats", "workspace", lambda: _small(workspace=torch.zeros(4096))),
+        ErrorSample("workspace-of-floats", "workspace", lambda: _small(workspace=_host.zeros(4096))),
         ErrorSample("workspace-too-small", "workspace", lambda: _make(n=3, spare=-1)),
         ErrorSample("workspace-without-room-for-v", "workspace", lambda: _small(
             pool=_make(n=3, v_head_dim=32)["pool"])),
@@ -237,4 +241,12 @@ SPEC = OpSpec(
         "page": [1, 3, 16], "slots": (96, 96), "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"],
         "mla": [False, True], "order": _ORDERS, "values": ("valid", "skip", "edge", "extreme"), "room": [1, 2, 9],
     },
+    fresh=Fresh(
+        {
+            "n": Wide(PAIRS, {**_FEW, "slots": room_for("n")}), "slots": Wide(SLOTS, {**_FEW, "n": MANY}, PAGES),
+            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]), "room": Wide([64]),
+        },
+        lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * p["slots"]),
+        {"n": (9, 40), "layout": _LAYOUTS[:3]},
+    ),
 )  # fmt: skip

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
 from hal.kvpool import KVPool
+from hal.ops._fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, PoolArg, Sample, TensorArg, ValueArg, describe
@@ -186,8 +188,8 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             continue
         source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.dtype.itemsize]
-        named = torch.zeros(target.shape, dtype=torch.bool)
-        value, candidates = torch.zeros(target.shape, dtype=bits), []
+        named = _host.zeros(target.shape, dtype=torch.bool)
+        value, candidates = _host.zeros(target.shape, dtype=bits), []
         for turn_pairs in rounds:
             value = value.clone()
             for s, d in turn_pairs:
@@ -197,7 +199,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
                     _at(named, dst, layer, d).fill_(True)
             candidates.append(Candidate(value.view(target.dtype)))
         halves[x] = Want(named, tuple(candidates))
-    return {"dst": Want(torch.zeros(0, dtype=torch.bool), fields=halves)}
+    return {"dst": Want(_host.zeros(0, dtype=torch.bool), fields=halves)}
 
 
 # --- samples ----------------------------------------------------------------------------------------
@@ -251,11 +253,11 @@ def _slots(
     g: torch.Generator, n: int, size: int, page: int, order: str, values: str, dtype: torch.dtype
 ) -> Tensor:
     if order == "runs":
-        base = torch.arange(size)
+        base = _host.arange(size)
     elif order == "pages":
-        base = (torch.randperm(size // page, generator=g).unsqueeze(1) * page + torch.arange(page)).view(-1)
+        base = (_host.randperm(size // page, generator=g).unsqueeze(1) * page + _host.arange(page)).view(-1)
     else:
-        base = torch.randperm(size, generator=g)
+        base = _host.randperm(size, generator=g)
     index = base[:n] if n <= base.numel() else randint(g, 0, size, (n,))
     return odd_indices(index, size, "valid" if values == "equal" and dtype is None else values, dtype)
 
@@ -265,7 +267,7 @@ def _pool(
     dtype: torch.dtype, view: str,
 ) -> KVPool:  # fmt: skip
     def fresh(shape: tuple[int, ...]) -> Tensor:
-        raw = torch.randint(
+        raw = _host.randint(
             0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g
         ).view(dtype)
         if view == "plain" or 0 in shape:
@@ -280,7 +282,7 @@ def _pool(
             if layout == "layer_first":
                 st[0] = st[1] * shape[1]
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        out = torch.empty_strided(shape, tuple(st), dtype=bits)
+        out = _host.empty_strided(shape, tuple(st), dtype=bits)
         return out.copy_(raw.view(bits)).view(dtype)
 
     def half(r: tuple[int, ...]) -> Tensor | list[Tensor]:
@@ -312,6 +314,8 @@ _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 def _tag(*layouts: str) -> str:
     return "feature:page_head" if "page_head" in layouts else "required"
 
+
+_FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
 
 SPEC = OpSpec(
     kv_transfer,
@@ -377,15 +381,15 @@ SPEC = OpSpec(
         Sample("far-slots", {"view": "far", "dst_slots": 8, "num_layers": 2, "n": 8}, large=True),
     ),
     errors=(
-        ErrorSample("src-a-tensor", "src", lambda: _small(src=torch.zeros(3, 32, 2, 16))),
+        ErrorSample("src-a-tensor", "src", lambda: _small(src=_host.zeros(3, 32, 2, 16))),
         ErrorSample("dst-none", "dst", lambda: _small(dst=None)),
         ErrorSample("other-layers", "dst", lambda: _small(dst=_other(num_layers=2))),
         ErrorSample("other-dtype", "dst", lambda: _small(dst=_other(dtype="fp32"))),
         ErrorSample("other-row", "dst", lambda: _small(dst=_other(head_dim=32))),
         ErrorSample("no-v", "dst", lambda: _small(dst=_other(mla=True))),
-        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=torch.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=torch.zeros(3))),
-        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=torch.zeros(3, 1, dtype=torch.int64))),
+        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=_host.zeros(2, dtype=torch.int64))),
+        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=_host.zeros(3))),
+        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=_host.zeros(3, 1, dtype=torch.int64))),
         ErrorSample("layers-a-list", "layers", lambda: _small(layers=[0, 1])),
         ErrorSample("layers-outside", "layers", lambda: _small(layers=range(2, 4))),
         ErrorSample("layers-negative", "layers", lambda: _small(layers=range(-1, 2))),
@@ -398,4 +402,14 @@ SPEC = OpSpec(
         "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
         "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
     },
+    fresh=Fresh(
+        {
+            "n": Wide(PAIRS, {**_FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
+            "src_slots": Wide(SLOTS, {**_FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
+            "dst_slots": Wide(SLOTS, {**_FEW, "n": MANY, "src_slots": 4_800}, PAGES),
+            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]),
+        },
+        lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
+        {"n": (9, 40), "src": _LAYOUTS[:3], "dst": _LAYOUTS[:3]},
+    ),
 )  # fmt: skip

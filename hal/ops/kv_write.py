@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import TOKENS, Fresh, Wide, room_for
 from hal.ops._judge import ROPE_SLACK, Want, largest
 from hal.ops._spec import (
     FLOATS,
@@ -24,8 +27,8 @@ from hal.ops._spec import (
 )
 from hal.ops._torch import in_range, store_rows
 from hal.ops.get_last_loc import check_range
+from hal.ops.rope_kv_write import FRESH, _rows_wanted, _scaled
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.rope_kv_write import _rows_wanted, _scaled
 
 
 def kv_write(
@@ -104,13 +107,13 @@ def _check_values(a: Mapping[str, Any]) -> None:
 
 
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    everywhere = torch.ones(a["slots"].shape[0], dtype=torch.bool)
+    everywhere = _host.ones(a["slots"].shape[0], dtype=torch.bool)
     want = {}
     for x in ("k", "v"):
         source, cache, scale = a[x], a[f"{x}_cache"], a[f"{x}_scale"]
         rows, slack = source, None
         if cache.dtype != source.dtype:
-            by = float(torch.tensor(1.0 if scale is None else float(scale), dtype=torch.float32))
+            by = float(_host.tensor(1.0 if scale is None else float(scale), dtype=torch.float32))
             rows = source.double() / by
             slack = torch.where(torch.isfinite(rows), rows.abs() * ROPE_SLACK, 0.0)
             rows = rows.clamp(-largest(cache.dtype), largest(cache.dtype))
@@ -200,26 +203,37 @@ SPEC = OpSpec(
         ),
     ),
     errors=(
-        ErrorSample("k-fp64", "k", lambda: _small(k=torch.zeros(3, 2, 64, dtype=torch.float64))),
-        ErrorSample("k-rank-2", "k", lambda: _small(k=torch.zeros(3, 128, dtype=_BF16))),
-        ErrorSample("k-last-dim-strided", "k", lambda: _small(k=torch.zeros(3, 2, 128, dtype=_BF16)[..., ::2])),
+        ErrorSample("k-fp64", "k", lambda: _small(k=_host.zeros(3, 2, 64, dtype=torch.float64))),
+        ErrorSample("k-rank-2", "k", lambda: _small(k=_host.zeros(3, 128, dtype=_BF16))),
+        ErrorSample("k-last-dim-strided", "k", lambda: _small(k=_host.zeros(3, 2, 128, dtype=_BF16)[..., ::2])),
         ErrorSample("v-none", "v", lambda: _small(v=None)),
-        ErrorSample("v-other-dtype", "v", lambda: _small(v=torch.zeros(3, 2, 64))),
-        ErrorSample("v-other-heads", "v", lambda: _small(v=torch.zeros(3, 3, 64, dtype=_BF16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
+        ErrorSample("v-other-dtype", "v", lambda: _small(v=_host.zeros(3, 2, 64))),
+        ErrorSample("v-other-heads", "v", lambda: _small(v=_host.zeros(3, 3, 64, dtype=_BF16))),
+        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
         ErrorSample("k-cache-none", "k_cache", lambda: _small(k_cache=None)),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=torch.zeros(31, 2, 64, dtype=_BF16))),
+        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=_BF16))),
         ErrorSample(
-            "v-cache-expanded", "v_cache", lambda: _small(v_cache=torch.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64)),
+            "v-cache-expanded", "v_cache", lambda: _small(v_cache=_host.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64)),
         ),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-float", "slots", lambda: _small(slots=torch.zeros(3))),
+        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
+        ErrorSample("slots-float", "slots", lambda: _small(slots=_host.zeros(3))),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("scale-of-two", "v_scale", lambda: {**_make(cache_dtype="e4m3"), "v_scale": torch.ones(2)}),
+        ErrorSample("scale-of-two", "v_scale", lambda: {**_make(cache_dtype="e4m3"), "v_scale": _host.ones(2)}),
         ErrorSample("scale-zero", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": 0.0}),
     ),
     ragged={
         **{name: r for name, r in ROPE.ragged.items() if name in _TAKEN and name != "cache"},
         "cache": ("slots", "paged"),
     },
+    fresh=Fresh(
+        {
+            **{
+                name: replace(w, beside={x: r for x, r in w.beside.items() if x in _TAKEN})
+                for name, w in FRESH.wide.items() if name in _TAKEN
+            },
+            "n": Wide(TOKENS, {"kv_heads": 1, "head_dim": 64, "slots": room_for("n")}),
+        },
+        lambda p: 2 * p["head_dim"] * p["kv_heads"] * (p["n"] + p["slots"]),
+        FRESH.beside,
+    ),
 )  # fmt: skip

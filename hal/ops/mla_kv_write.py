@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
 from hal.ops._spec import (
@@ -127,7 +129,7 @@ def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
         if one.slack is None and other.slack is None:
             candidates.append(Candidate(whole(one.value, other.value)))
             continue
-        slack = [torch.zeros(c.value.shape).double() if c.slack is None else c.slack for c in (one, other)]
+        slack = [_host.zeros(c.value.shape).double() if c.slack is None else c.slack for c in (one, other)]
         candidates.append(Candidate(whole(one.value.double(), other.value.double()), whole(*slack)))
     return Want(whole(lora.named, rope.named), tuple(candidates))
 
@@ -157,7 +159,7 @@ def make_rows(
     if view == "fused":
         parts = list(torch.split(torch.cat(parts, dim=1), [lora_dim, rope_dim], dim=1))
     elif view == "misaligned":
-        parts = [torch.cat([torch.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
+        parts = [torch.cat([_host.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
     elif view == "heads":
         parts = [p.unsqueeze(1) for p in parts]
     return parts[0], parts[1]
@@ -170,7 +172,7 @@ def make_cache(
     view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
     lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
     shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
-    fresh = torch.randn(shape, generator=g).clamp(-4, 4).to(dtype)
+    fresh = _host.randn(shape, generator=g).clamp(-4, 4).to(dtype)
     if view == "plain":
         return fresh
     strides = list(fresh.stride())
@@ -178,18 +180,18 @@ def make_cache(
         strides[0] = FAR
     else:
         strides = _nested(fresh.shape, row + 8)
-    return torch.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
+    return _host.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
 
 
 def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:
-    order = torch.randperm(slots, generator=g)
+    order = _host.randperm(slots, generator=g)
     order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
     return odd_indices(order, slots, values, dtype)
 
 
 def make_scale(kind: str) -> float | Tensor | None:
     """``none``, ``float``, ``tensor``."""
-    return {"none": None, "float": 0.37, "tensor": torch.tensor([2.25])}[kind]
+    return {"none": None, "float": 0.37, "tensor": _host.tensor([2.25])}[kind]
 
 
 def _make(
@@ -240,6 +242,13 @@ FP8_SAMPLES = tuple(
     for c in ("e4m3", "e5m2")
 )  # fmt: skip
 
+_FEW = {"lora_dim": 64, "rope_dim": 32}
+FRESH_ROWS = {
+    "n": Wide(TOKENS, {**_FEW, "slots": room_for("n")}),
+    "slots": Wide(SLOTS, {**_FEW, "n": MANY}, PAGES),
+    "page_size": Wide([64, 128, 256], {"cache": ["paged", "paged-heads"], "slots": 1024, "n": MANY}),
+}
+
 SPEC = OpSpec(
     mla_kv_write,
     static=STATIC,
@@ -282,23 +291,23 @@ SPEC = OpSpec(
         ),
     ),
     errors=(
-        ErrorSample("lora-fp64", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 128, dtype=torch.float64))),
-        ErrorSample("lora-two-heads", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 2, 128, dtype=_BF16))),
-        ErrorSample("lora-strided", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 256, dtype=_BF16)[:, ::2])),
+        ErrorSample("lora-fp64", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 128, dtype=torch.float64))),
+        ErrorSample("lora-two-heads", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 2, 128, dtype=_BF16))),
+        ErrorSample("lora-strided", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 256, dtype=_BF16)[:, ::2])),
         ErrorSample("rope-none", "k_rope", lambda: _small(k_rope=None)),
-        ErrorSample("rope-other-dtype", "k_rope", lambda: _small(k_rope=torch.zeros(3, 64))),
-        ErrorSample("rope-fewer-tokens", "k_rope", lambda: _small(k_rope=torch.zeros(2, 64, dtype=_BF16))),
-        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 192))),
+        ErrorSample("rope-other-dtype", "k_rope", lambda: _small(k_rope=_host.zeros(3, 64))),
+        ErrorSample("rope-fewer-tokens", "k_rope", lambda: _small(k_rope=_host.zeros(2, 64, dtype=_BF16))),
+        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 192))),
         ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
-        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 128, dtype=_BF16))),
-        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=torch.zeros(2, 16, 2, 192, dtype=_BF16))),
+        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 128, dtype=_BF16))),
+        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=_host.zeros(2, 16, 2, 192, dtype=_BF16))),
         ErrorSample(
-            "cache-expanded", "kv_cache", lambda: _small(kv_cache=torch.zeros(1, 192, dtype=_BF16).expand(32, 192))
+            "cache-expanded", "kv_cache", lambda: _small(kv_cache=_host.zeros(1, 192, dtype=_BF16).expand(32, 192))
         ),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-float", "slots", lambda: _small(slots=torch.zeros(3))),
+        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
+        ErrorSample("slots-float", "slots", lambda: _small(slots=_host.zeros(3))),
         ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
-        ErrorSample("scale-of-two", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": torch.ones(2)}),
+        ErrorSample("scale-of-two", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": _host.ones(2)}),
         ErrorSample("scale-zero", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": 0.0}),
     ),
     ragged={
@@ -306,4 +315,5 @@ SPEC = OpSpec(
         "cache": _FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
         "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
     },
+    fresh=Fresh(FRESH_ROWS, lambda p: (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"]), {"n": (9, 40)}),
 )  # fmt: skip

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
 from hal.ops._judge import Want
 from hal.ops._make import FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
 from hal.ops._spec import (
@@ -28,6 +31,7 @@ from hal.ops.mla_kv_write import (
     CACHE,
     DEEPSEEK,
     FP8_SAMPLES,
+    FRESH_ROWS,
     STATIC,
     as_kv_write,
     check_rows,
@@ -165,7 +169,7 @@ def _make(
     g, dt, rotary = generator(seed), FLOAT_DTYPES[dtype], rotary_dim or rope_dim
     q = floats(g, (n, q_heads, rope_dim + (32 if rows == "fused" else 0)), dt, specials)[..., -rope_dim:]
     kv_lora, k_rope = make_rows(g, n, lora_dim, rope_dim, dt, rows, specials)
-    angle = torch.rand(max_positions, rotary // 2, generator=g) * 6.3
+    angle = _host.rand(max_positions, rotary // 2, generator=g) * 6.3
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(FLOAT_DTYPES[cos_dtype])
     at = randint(g, 0, max_positions, (n,))
     kind = FLOAT_DTYPES[cache_dtype or dtype]
@@ -251,25 +255,25 @@ SPEC = OpSpec(
         ),
     ),
     errors=(
-        ErrorSample("q-fp64", "q_rope", lambda: _small(q_rope=torch.zeros(3, 4, 64, dtype=torch.float64))),
+        ErrorSample("q-fp64", "q_rope", lambda: _small(q_rope=_host.zeros(3, 4, 64, dtype=torch.float64))),
         ErrorSample("q-none", "q_rope", lambda: _small(q_rope=None)),
         ErrorSample(
-            "q-expanded", "q_rope", lambda: _small(q_rope=torch.zeros(1, 4, 64, dtype=_BF16).expand(3, 4, 64)),
+            "q-expanded", "q_rope", lambda: _small(q_rope=_host.zeros(1, 4, 64, dtype=_BF16).expand(3, 4, 64)),
         ),
-        ErrorSample("k-other-dtype", "k_rope", lambda: _small(k_rope=torch.zeros(3, 64))),
-        ErrorSample("k-other-dim", "k_rope", lambda: _small(k_rope=torch.zeros(3, 32, dtype=_BF16))),
-        ErrorSample("k-two-heads", "k_rope", lambda: _small(k_rope=torch.zeros(3, 2, 64, dtype=_BF16))),
-        ErrorSample("lora-other-dtype", "kv_lora", lambda: _small(kv_lora=torch.zeros(3, 128))),
+        ErrorSample("k-other-dtype", "k_rope", lambda: _small(k_rope=_host.zeros(3, 64))),
+        ErrorSample("k-other-dim", "k_rope", lambda: _small(k_rope=_host.zeros(3, 32, dtype=_BF16))),
+        ErrorSample("k-two-heads", "k_rope", lambda: _small(k_rope=_host.zeros(3, 2, 64, dtype=_BF16))),
+        ErrorSample("lora-other-dtype", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 128))),
         ErrorSample("lora-none", "kv_lora", lambda: _small(kv_lora=None)),
-        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 63))),
-        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 128))),
-        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 64).half())),
-        ErrorSample("positions-float", "positions", lambda: _small(positions=torch.zeros(3))),
+        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 63))),
+        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128))),
+        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 64).half())),
+        ErrorSample("positions-float", "positions", lambda: _small(positions=_host.zeros(3))),
         ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
-        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 128, dtype=_BF16))),
-        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=torch.zeros(32, 192))),
-        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=torch.zeros(2, 16, 2, 192, dtype=_BF16))),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
+        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 128, dtype=_BF16))),
+        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 192))),
+        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=_host.zeros(2, 16, 2, 192, dtype=_BF16))),
+        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
         ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
         ErrorSample("scale-zero", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": 0.0}),
         ErrorSample("write-k-a-number", "write_k", lambda: _small(write_k=1)),
@@ -280,4 +284,14 @@ SPEC = OpSpec(
         "cache_view": ("plain", "padded"), "rows": ("separate", "fused", "misaligned", "heads"),
         "values": ("valid", "skip", "edge", "extreme"), "position_values": ("valid", "edge", "extreme"),
     },
+    fresh=Fresh(
+        {
+            **{name: replace(w, beside={"q_heads": (1, 2), **w.beside}) for name, w in FRESH_ROWS.items()},
+            "n": Wide(ROTATED, {"q_heads": (1, 2), "lora_dim": 64, "rope_dim": 32, "slots": room_for("n")}),
+            "max_positions": Wide(ROWS, {"n": MANY, "rope_dim": 32}), "q_heads": Wide(HEADS),
+        },
+        lambda p: p["n"] * p["q_heads"] * p["rope_dim"] + (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"])
+        + 32 * p.get("max_positions", 0),
+        {"n": (9, 40)},
+    ),
 )  # fmt: skip

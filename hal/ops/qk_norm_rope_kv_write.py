@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal._memory import finite, shown
 from hal.ops._judge import Candidate, Want, norm_rope_slack
 from hal.ops._make import FLOAT_DTYPES, generator
 from hal.ops._spec import FLOATS, SHORT, ErrorSample, OpSpec, Sample, TensorArg, ValueArg, describe
 from hal.ops._torch import in_range, store_rows
+from hal.ops.rope_kv_write import FRESH, _rotate, _scaled, _terms, caches_wanted, check_call, check_values
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.rope_kv_write import _rotate, _scaled, _terms, caches_wanted, check_call, check_values
 
 
 def qk_norm_rope_kv_write(
@@ -127,8 +129,8 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 def _check_sizes(*values: Any) -> None:
     """eps is no size, but like one it may change from call to call."""
     eps = values[_EPS]
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
-        raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", repr(eps))
+    if not finite(eps) or not eps > 0:
+        raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", shown(eps))
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
@@ -142,9 +144,9 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
     max_positions, rotary = cos_sin.shape
     valid = in_range(a["positions"], max_positions)
-    table = cos_sin.double() if max_positions else torch.zeros(1, rotary, dtype=torch.float64)
+    table = cos_sin.double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
     cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
-    eps, step = float(torch.tensor(a["eps"], dtype=torch.float32)), norm_rope_slack(a["q"].shape[-1])
+    eps, step = float(_host.tensor(a["eps"], dtype=torch.float32)), norm_rope_slack(a["q"].shape[-1])
     want: dict[str, Want] = {}
     truth: dict[str, tuple[Tensor, Tensor]] = {}
     for x in ("q", "k"):
@@ -152,7 +154,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         value = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
         terms = torch.cat([_terms(y, cos, sin, interleaved), y[..., rotary:].abs()], dim=-1)
         truth[x] = value, terms
-        named = torch.zeros(value.shape, dtype=torch.bool)
+        named = _host.zeros(value.shape, dtype=torch.bool)
         if x == "q" or a["write_k"]:
             named[:] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * step),))
@@ -169,7 +171,7 @@ def _make(
     a = ROPE.make(seed=seed, n=n, **params)
     g, d = generator(seed + 1), a["q"].shape[-1]
     kind = FLOAT_DTYPES[weight] if weight else a["q"].dtype
-    a |= {f"{x}_weight": (1 + torch.randn(d, generator=g) / 4).to(kind) for x in ("q", "k")}
+    a |= {f"{x}_weight": (1 + _host.randn(d, generator=g) / 4).to(kind) for x in ("q", "k")}
     return {name: a[name] if name != "eps" else eps for name in SPEC.args}
 
 
@@ -213,19 +215,20 @@ SPEC = OpSpec(
             ErrorSample(e.name, e.argument, lambda e=e: {**_small(), **e.make()})  # type: ignore[misc]
             for e in ROPE.errors
         ),
-        ErrorSample("weight-fp64", "q_weight", lambda: _small(q_weight=torch.ones(64, dtype=torch.float64))),
+        ErrorSample("weight-fp64", "q_weight", lambda: _small(q_weight=_host.ones(64, dtype=torch.float64))),
         ErrorSample(
             "weight-other-float", "q_weight",
-            lambda: _small(q_weight=torch.ones(64).half(), k_weight=torch.ones(64).half()),
+            lambda: _small(q_weight=_host.ones(64).half(), k_weight=_host.ones(64).half()),
         ),
         ErrorSample("weight-none", "k_weight", lambda: _small(k_weight=None)),
-        ErrorSample("weight-too-long", "q_weight", lambda: _small(q_weight=torch.ones(128, dtype=_BF16))),
-        ErrorSample("k-weight-other-dtype", "k_weight", lambda: _small(k_weight=torch.ones(64))),
-        ErrorSample("weight-a-head-each", "k_weight", lambda: _small(k_weight=torch.ones(2, 64, dtype=_BF16))),
+        ErrorSample("weight-too-long", "q_weight", lambda: _small(q_weight=_host.ones(128, dtype=_BF16))),
+        ErrorSample("k-weight-other-dtype", "k_weight", lambda: _small(k_weight=_host.ones(64))),
+        ErrorSample("weight-a-head-each", "k_weight", lambda: _small(k_weight=_host.ones(2, 64, dtype=_BF16))),
         ErrorSample("eps-zero", "eps", lambda: _small(eps=0.0)),
         ErrorSample("eps-nan", "eps", lambda: _small(eps=math.nan)),
         ErrorSample("eps-none", "eps", lambda: _small(eps=None)),
     ),
     ragged={**ROPE.ragged, "eps": [1e-6, 1e-5, 0.1]},
+    fresh=FRESH,
 )  # fmt: skip
 _EPS = list(SPEC.args).index("eps")

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._errors import ArgumentError
+from hal.ops._fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
 from hal.ops._judge import ROPE_SLACK, Candidate, Want, largest
 from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
 from hal.ops._spec import (
@@ -190,7 +192,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
     max_positions, rotary = cos_sin.shape
     valid = in_range(a["positions"], max_positions)
-    table = cos_sin.double() if max_positions else torch.zeros(1, rotary, dtype=torch.float64)
+    table = cos_sin.double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
     cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
     want: dict[str, Want] = {}
     truth: dict[str, tuple[Tensor, Tensor]] = {}
@@ -200,7 +202,7 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         value[..., :rotary] = _rotate(t, cos, sin, interleaved)
         terms[..., :rotary] = _terms(t, cos, sin, interleaved)
         truth[x] = value, terms
-        named = torch.zeros(t.shape, dtype=torch.bool)
+        named = _host.zeros(t.shape, dtype=torch.bool)
         if x == "q" or a["write_k"]:
             named[..., :rotary] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * ROPE_SLACK),))
@@ -220,7 +222,7 @@ def caches_wanted(
         else:
             scale = a[f"{x}_scale"]
             scale = 1.0 if scale is None else float(scale)
-            scale = float(torch.tensor(scale, dtype=torch.float32))
+            scale = float(_host.tensor(scale, dtype=torch.float32))
             rows = (value if x == "k" else source.double()) / scale
             size = rows.abs() if x == "v" else torch.maximum(terms, value.abs()) / abs(scale)
             slack = size * (step if x == "k" else ROPE_SLACK)
@@ -244,7 +246,7 @@ def _rows_wanted(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slac
     paged = cache.ndim == 4
     size = cache.shape[0] * (cache.shape[1] if paged else 1)
     flat = (size, *cache.shape[-2:])
-    named = torch.zeros(flat, dtype=torch.bool)
+    named = _host.zeros(flat, dtype=torch.bool)
     rounds: list[tuple[list[int], list[int]]] = []
     seen: dict[int, int] = {}
     for i, (slot, ok) in enumerate(zip(slots.tolist(), valid.tolist(), strict=True)):
@@ -256,8 +258,8 @@ def _rows_wanted(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slac
             rounds[turn][0].append(slot)
             rounds[turn][1].append(i)
     candidates = []
-    value = torch.zeros(flat, dtype=rows.dtype)
-    spread = None if slack is None else torch.zeros(flat, dtype=torch.float64)
+    value = _host.zeros(flat, dtype=rows.dtype)
+    spread = None if slack is None else _host.zeros(flat, dtype=torch.float64)
     for where, which in rounds:
         # A slot that does not come again keeps its last candidate.
         value, spread = value.clone(), None if spread is None else spread.clone()
@@ -307,7 +309,7 @@ def _make(
     g = generator(seed)
     dv, rotary, dt = v_head_dim or head_dim, rotary_dim or head_dim, FLOAT_DTYPES[dtype]
     q, k, v = _qkv(g, n, (q_heads, kv_heads, kv_heads), (head_dim, head_dim, dv), dt, qkv, specials)
-    angle = torch.rand(max_positions, rotary // 2, generator=g) * 6.3
+    angle = _host.rand(max_positions, rotary // 2, generator=g) * 6.3
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(FLOAT_DTYPES[cos_dtype])
     positions = randint(g, 0, max_positions, (n,))
     args: dict[str, Any] = {
@@ -321,14 +323,14 @@ def _make(
     kind = FLOAT_DTYPES[cache_dtype or dtype]
     lead = (slots // page_size, page_size) if cache == "paged" else (slots,)
     args["k_cache"], args["v_cache"] = _caches(g, (*lead, kv_heads), (head_dim, dv), kind, cache_view)
-    order = torch.randperm(slots, generator=g)
+    order = _host.randperm(slots, generator=g)
     order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
     # One place on: an odd slot must meet a valid position, or the position alone decides.
     args["slots"] = odd_indices(order, slots, values, INDEX_DTYPES[slot]).roll(1)
     if scale != "none":
         args["k_scale"], args["v_scale"] = 0.37, 2.25
     if scale == "tensor":
-        args["k_scale"], args["v_scale"] = torch.tensor([0.37]), torch.tensor([2.25])
+        args["k_scale"], args["v_scale"] = _host.tensor([0.37]), _host.tensor([2.25])
     return args
 
 
@@ -346,20 +348,20 @@ def _qkv(
     if kind == "fused":
         parts = list(torch.split(torch.cat(parts, dim=1), sizes, dim=1))
     elif kind == "misaligned":
-        parts = [torch.cat([torch.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
+        parts = [torch.cat([_host.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
     return [torch.unflatten(p, 1, (h, d)) for p, h, d in zip(parts, heads, dims, strict=True)]
 
 
 def _caches(
     g: torch.Generator, lead: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, view: str
 ) -> tuple[Tensor, Tensor]:
-    fresh = [torch.randn(*lead, d, generator=g).clamp(-4, 4).to(dtype) for d in dims]
+    fresh = [_host.randn(*lead, d, generator=g).clamp(-4, 4).to(dtype) for d in dims]
     if view == "plain":
         return fresh[0], fresh[1]
     out = []
     if view == "pairs":
         wide = max(dims)
-        both = torch.randn(lead[0], 2, *lead[1:], wide, generator=g).to(dtype)
+        both = _host.randn(lead[0], 2, *lead[1:], wide, generator=g).to(dtype)
         return both[:, 0, ..., : dims[0]], both[:, 1, ..., : dims[1]]
     for t in fresh:
         strides = list(t.stride())
@@ -367,7 +369,7 @@ def _caches(
             strides[0] = FAR
         else:
             strides = _nested(t.shape, t.shape[-1] + 8)
-        out.append(torch.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
+        out.append(_host.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
     return out[0], out[1]
 
 
@@ -396,6 +398,20 @@ _SHAPES = {
 def _shape(name: str) -> dict[str, Any]:
     return dict(zip(("q_heads", "kv_heads", "head_dim"), _SHAPES[name], strict=True))
 
+
+_FEW = {"q_heads": (1, 2), "kv_heads": 1, "head_dim": 64, "rotary_dim": 32}
+FRESH = Fresh(
+    {
+        "n": Wide(ROTATED, {**_FEW, "slots": room_for("n")}),
+        "slots": Wide(SLOTS, {**_FEW, "n": MANY, "cache": ("slots", "paged")}, PAGES),
+        "max_positions": Wide(ROWS, {**_FEW, "n": MANY}),
+        "q_heads": Wide(HEADS), "kv_heads": Wide(HEADS),
+        "page_size": Wide([64, 128, 256], {"cache": "paged", "slots": 1024, "n": MANY}),
+    },
+    lambda p: p["head_dim"] * (p["n"] * (p["q_heads"] + 2 * p["kv_heads"]) + 2 * p["slots"] * p["kv_heads"])
+    + 32 * p.get("max_positions", 0),
+    {"n": (9, 40)},
+)  # fmt: skip
 
 SPEC = OpSpec(
     rope_kv_write,
@@ -493,40 +509,40 @@ SPEC = OpSpec(
         Sample("e4m3-keep-k", {"cache_dtype": "e4m3", "write_k": False, "n": 20, "scale": "float"}, "feature:fp8_e4m3"),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=torch.zeros(3, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-rank-2", "q", lambda: _small(q=torch.zeros(3, 256, dtype=torch.bfloat16))),
+        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(3, 4, 64, dtype=torch.float64))),
+        ErrorSample("q-rank-2", "q", lambda: _small(q=_host.zeros(3, 256, dtype=torch.bfloat16))),
         ErrorSample("q-none", "q", lambda: _small(q=None)),
-        ErrorSample("k-other-dtype", "k", lambda: _small(k=torch.zeros(3, 2, 64))),
-        ErrorSample("k-fewer-tokens", "k", lambda: _small(k=torch.zeros(2, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-other-head-dim", "k", lambda: _small(k=torch.zeros(3, 2, 32, dtype=torch.bfloat16))),
+        ErrorSample("k-other-dtype", "k", lambda: _small(k=_host.zeros(3, 2, 64))),
+        ErrorSample("k-fewer-tokens", "k", lambda: _small(k=_host.zeros(2, 2, 64, dtype=torch.bfloat16))),
+        ErrorSample("k-other-head-dim", "k", lambda: _small(k=_host.zeros(3, 2, 32, dtype=torch.bfloat16))),
         ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=torch.zeros(3, 4, 128, dtype=torch.bfloat16)[..., ::2])
+            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(3, 4, 128, dtype=torch.bfloat16)[..., ::2])
         ),
-        ErrorSample("q-expanded", "q", lambda: _small(q=torch.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64))),
-        ErrorSample("v-other-heads", "v", lambda: _small(v=torch.zeros(3, 3, 64, dtype=torch.bfloat16))),
+        ErrorSample("q-expanded", "q", lambda: _small(q=_host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64))),
+        ErrorSample("v-other-heads", "v", lambda: _small(v=_host.zeros(3, 3, 64, dtype=torch.bfloat16))),
         ErrorSample(
             "v-expanded-and-strided", "v",
-            lambda: _small(v=torch.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2]),
+            lambda: _small(v=_host.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2]),
         ),
         ErrorSample("v-missing", "v", lambda: _small(v=None)),
-        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 63))),
-        ErrorSample("rotary-zero", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 0))),
-        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 128))),
-        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 64).half())),
-        ErrorSample("cos-strided", "cos_sin_cache", lambda: _small(cos_sin_cache=torch.zeros(50, 128)[:, :64])),
-        ErrorSample("positions-float", "positions", lambda: _small(positions=torch.zeros(3))),
-        ErrorSample("positions-too-few", "positions", lambda: _small(positions=torch.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=torch.zeros(4, dtype=torch.int64))),
+        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 63))),
+        ErrorSample("rotary-zero", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 0))),
+        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128))),
+        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 64).half())),
+        ErrorSample("cos-strided", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128)[:, :64])),
+        ErrorSample("positions-float", "positions", lambda: _small(positions=_host.zeros(3))),
+        ErrorSample("positions-too-few", "positions", lambda: _small(positions=_host.zeros(2, dtype=torch.int64))),
+        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
         ErrorSample("slots-missing", "slots", lambda: _small(slots=None)),
         ErrorSample("v-cache-missing", "v_cache", lambda: _small(v_cache=None)),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=torch.zeros(31, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample("v-cache-other-rank", "v_cache", lambda: _small(v_cache=torch.zeros(2, 16, 2, 64).bfloat16())),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=torch.zeros(32, 2, 64))),
-        ErrorSample("k-cache-other-heads", "k_cache", lambda: _small(k_cache=torch.zeros(32, 4, 64).bfloat16())),
-        ErrorSample("k-cache-head-dim-last", "k_cache", lambda: _small(k_cache=torch.zeros(32, 64, 2).bfloat16().mT)),
+        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=torch.bfloat16))),
+        ErrorSample("v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64).bfloat16())),
+        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
+        ErrorSample("k-cache-other-heads", "k_cache", lambda: _small(k_cache=_host.zeros(32, 4, 64).bfloat16())),
+        ErrorSample("k-cache-head-dim-last", "k_cache", lambda: _small(k_cache=_host.zeros(32, 64, 2).bfloat16().mT)),
         ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=torch.ones(1))),
-        ErrorSample("scale-of-two", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": torch.ones(2)}),
+        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
+        ErrorSample("scale-of-two", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": _host.ones(2)}),
         ErrorSample("scale-zero", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": 0.0}),
         ErrorSample("scale-text", "k_scale", lambda: {**_make(cache_dtype="e4m3"), "k_scale": "1"}),
         ErrorSample("keep-k-without-caches", "write_k", lambda: {**_make(cache="none"), "write_k": False}),
@@ -539,4 +555,5 @@ SPEC = OpSpec(
         "cache_view": ("plain", "pairs", "padded"), "values": ("valid", "skip", "edge", "extreme"),
         "position_values": ("valid", "edge", "extreme"),
     },
+    fresh=FRESH,
 )  # fmt: skip

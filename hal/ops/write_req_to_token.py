@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal import _host
+from hal.ops._fresh import REQUESTS, Wide
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, randint
 from hal.ops._spans import LONGEST, clamped_lengths, spread
 from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 from hal.ops._torch import in_range
+from hal.ops.assign_extend_cache_locs import FRESH
 from hal.ops.assign_extend_cache_locs import SPEC as ASSIGN
 from hal.ops.get_last_loc import check_range
 
@@ -54,11 +58,15 @@ def write_req_to_token(
         return
     start, end = start_offsets.to(torch.int64), end_offsets.to(torch.int64)
     i, t, used = spread(clamped_lengths(start, end, capacity), capacity)
-    row, column, slot = req_pool_indices.to(torch.int64)[i], start[i] + t, src.to(torch.int64)
-    valid = used & in_range(row, rows) & in_range(column, width) & (slot >= 0) & (slot <= LONGEST)
+    row, first, slot = req_pool_indices.to(torch.int64)[i], start[i], src.to(torch.int64)
+    valid = used & in_range(row, rows) & (first >= -t) & (first < width - t) & (slot >= 0) & (slot <= LONGEST)
+    # Compared before it is added, so that the sum can't wrap.
+    column = torch.where(valid, first, 0) + torch.where(valid, t, 0)
     # A boolean mask would sync. Instead what is invalid repeats the first valid store, or, with none
     # valid, stores element (0, 0) onto itself.
-    pick = torch.where(valid, torch.arange(capacity, device=src.device), valid.to(torch.int8).argmax())
+    pick = torch.where(
+        valid, torch.arange(capacity, device=src.device, dtype=torch.int64), valid.to(torch.int8).argmax()
+    )
     some = valid.any()
     row, column = torch.where(some, row[pick], 0), torch.where(some, column[pick], 0)
     own = req_to_token[:1, 0]
@@ -68,8 +76,8 @@ def write_req_to_token(
 def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     table, src = a["req_to_token"], a["src"].tolist()
     rows, width = table.shape
-    rounds: list[Tensor] = []
-    named = torch.zeros(table.shape, dtype=torch.bool)
+    rounds: list[tuple[list[int], list[int], list[int]]] = []
+    named = _host.zeros(table.shape, dtype=torch.bool)
     seen: dict[tuple[int, int], int] = {}
     at = 0
     lists = (a[n].tolist() for n in ("req_pool_indices", "start_offsets", "end_offsets"))
@@ -79,12 +87,18 @@ def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             if 0 <= r < rows and 0 <= c < width and 0 <= slot <= LONGEST:
                 turn = seen[r, c] = seen.get((r, c), -1) + 1
                 if turn == len(rounds):
-                    rounds.append(rounds[-1].clone() if rounds else table.clone())
-                for later in rounds[turn:]:
-                    later[r, c] = slot
-                named[r, c] = True
+                    rounds.append(([], [], []))
+                for values, value in zip(rounds[turn], (r, c, slot), strict=True):
+                    values.append(value)
         at += length
-    return {"req_to_token": Want(named, tuple(Candidate(x) for x in rounds))}
+    candidates, value = [], table
+    for row, column, slots in rounds:
+        # An element that is not written again keeps its last candidate.
+        value = value.clone()
+        value[row, column] = _host.tensor(slots, dtype=table.dtype)
+        named[row, column] = True
+        candidates.append(Candidate(value))
+    return {"req_to_token": Want(named, tuple(candidates))}
 
 
 def _make(seed: int = 0, src: str = "i64", slots: str = "valid", **params: Any) -> dict[str, Any]:
@@ -157,19 +171,26 @@ SPEC = OpSpec(
     ),
     errors=(
         ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=torch.zeros(4, 8, dtype=torch.int64)),
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
         ),
         ErrorSample(
             "table-expanded", "req_to_token",
-            lambda: _small(req_to_token=torch.zeros(1, 8, dtype=torch.int32).expand(4, 8))
+            lambda: _small(req_to_token=_host.zeros(1, 8, dtype=torch.int32).expand(4, 8))
         ),
-        ErrorSample("src-float", "src", lambda: _small(src=torch.zeros(9))),
-        ErrorSample("src-strided", "src", lambda: _small(src=torch.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=torch.ones(4, dtype=torch.int64))),
+        ErrorSample("src-float", "src", lambda: _small(src=_host.zeros(9))),
+        ErrorSample("src-strided", "src", lambda: _small(src=_host.zeros(18, dtype=torch.int64)[::2])),
+        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=_host.ones(4, dtype=torch.int64))),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
         "index": ("i32", "i64"), "offsets": ("i32", "i64"), "src": ("i32", "i64"), "view": ("plain", "strided"),
         "values": ("valid", "skip", "negative", "edge", "extreme"), "slots": ("valid", "skip", "extreme"),
     },
+    # Few requests share a row: each that does is another candidate.
+    fresh=replace(
+        FRESH,
+        wide={
+            **FRESH.wide, "bs": Wide(REQUESTS, {"requests": (30_000, 40_000), "width": (8, 12), "longest": (1, 8)}),
+        },
+    ),
 )  # fmt: skip

@@ -227,6 +227,25 @@ def test_what_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         weights.load(False, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"not a model", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"\0" * 4096]
+)
+def test_a_damaged_file_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+) -> None:
+    from hal.cli import main
+
+    file = tmp_path / "some.gguf"
+    file.write_bytes(content)
+    monkeypatch.setattr(weights, "_file", lambda: file)
+    monkeypatch.setattr(sys, "argv", ["hal", "demo"])
+    with pytest.raises(SystemExit) as e:
+        main()
+    assert e.value.code == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"hal demo: {file} can't be read: .* — pip install --force-reinstall .*\n", said)
+
+
 def test_importing_the_package_imports_nothing() -> None:
     code = (
         "import sys, hal.demo; print(sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))"

@@ -43,6 +43,27 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
         assert row.spills == 0, row
 
 
+@pytest.mark.parametrize("by_page", [True, False])
+def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page: bool) -> None:
+    """Or its times would say nothing: no spills, and as many copies in flight."""
+    import torch
+
+    from hal.backends.cuda import inspect
+    from hal.backends.cuda.decode_attention import decode_attention
+    from hal.bench.block_table import decode_by_blocks
+
+    q = torch.zeros(4, 32, 128, dtype=torch.bfloat16)
+    k, v = (torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    indptr, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    with inspect.recorded(90) as calls:
+        decode_by_blocks(q, k, v, indptr, table, torch.empty_like(q), scale=0.1, nnz=32, by_page=by_page)
+        decode_attention(q, k, v, indptr, table.view(-1), torch.empty_like(q), scale=0.1)
+    ours, usual = (inspect.compile_call(calls[i], 90).asm for i in (0, 2))
+    copies = "async_copy_global_to_local"
+    assert inspect.resources(ours["cubin"])[1] == 0
+    assert ours["ttgir"].count(copies) == usual["ttgir"].count(copies) > 0
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_warmup_leaves_nothing_to_compile(op: str) -> None:
     """Every kernel that a sample starts is one that the warm-up of its form has started."""

@@ -14,7 +14,19 @@ if TYPE_CHECKING:
 
 def faults() -> list[Fault]:
     """Every fault, by op."""
-    from sabotage import _attention, _bookkeeping, _kv, _paging, _pdl, _rope, _transfer  # noqa: F401
+    from sabotage import (  # noqa: F401
+        _attention,
+        _beyond,
+        _bookkeeping,
+        _cheats,
+        _inputs,
+        _kv,
+        _lengths,
+        _paging,
+        _pdl,
+        _rope,
+        _transfer,
+    )
     from sabotage._healthy import FAULTS
 
     return FAULTS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from hal.conformance._target import Bound, always
+from hal._remote.target import Bound, always
 from hal.ops import spec
 from hal.ops._spec import Signature
 
@@ -47,6 +47,7 @@ class Fault:
         proofs: the proofs that may kill it, the likely ones first.
         device: the device types on which it can be seen.
         dies: it may end the process, so it runs in one of its own.
+        plugin: sources of its ``manifest`` and its ``kernels``: it is installed, and judged as users judge it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Fault:
     proofs: tuple[str, ...] = ("value",)
     device: tuple[str, ...] = ("cpu", "cuda")
     dies: bool = False
+    plugin: Mapping[str, str] | None = None
 
 
 FAULTS: list[Fault] = []

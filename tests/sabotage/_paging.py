@@ -10,7 +10,7 @@ from sabotage._healthy import fault
 
 WRITE, POSITIONS, INDICES = "write_req_to_token", "compute_positions", "build_kv_indices"
 TABLE, EXTEND, DECODE = "build_page_table", "alloc_extend", "alloc_decode"
-KV = "kv_write"
+KV, BLOCKS = "kv_write", "build_kv_indices_from_blocks"
 
 
 @fault(WRITE, r"req_to_token\[\d+, ?\d+\]: ")
@@ -230,6 +230,120 @@ def counts_the_requests_instead_of_the_pages(good: Any) -> Any:
         return torch.full((1,), seq_lens.shape[0], dtype=torch.int64, device=out.device)
 
     return run
+
+
+# --- build_kv_indices_from_blocks -------------------------------------------------------------------
+
+
+def _from_blocks(change: Any) -> Any:
+    """The healthy op on arguments that `change` has altered."""
+
+    def broken(good: Any) -> Any:
+        def run(
+            block_table: Any,
+            kv_lens: Any,
+            page_size: int,
+            kv_indptr: Any,
+            out: Any,
+            kv_start: Any = None,
+            *,
+            keep_last: int = -1,
+        ) -> Any:
+            a = {"block_table": block_table, "kv_lens": kv_lens, "page_size": page_size, "kv_start": kv_start}
+            a = {**a, "keep_last": keep_last}
+            return good(**{**a, "kv_indptr": kv_indptr, "out": out, **change(a)})
+
+        return run
+
+    return broken
+
+
+@fault(BLOCKS, r"out\[\d+\]: expected -1, got")
+def a_block_that_is_none_is_the_first(good: Any) -> Any:
+    return _from_blocks(lambda a: {"block_table": a["block_table"].clamp(min=0)})(good)
+
+
+@fault(BLOCKS, r"out\[\d+\]: expected")
+def blocks_are_rounded_up_to_a_power_of_two(good: Any) -> Any:
+    return _from_blocks(lambda a: {"page_size": 1 << (a["page_size"] - 1).bit_length()})(good)
+
+
+@fault(BLOCKS, r"out\[\d+\]: expected")
+def a_start_inside_a_block_is_its_beginning(good: Any) -> Any:
+    def begun(a: Any) -> Any:
+        start, page = a["kv_start"], a["page_size"]
+        return {} if start is None else {"kv_start": start // page * page}
+
+    return _from_blocks(begun)(good)
+
+
+@fault(BLOCKS, r"(out|kv_indptr)\[\d+\]: expected")
+def the_window_is_ignored(good: Any) -> Any:
+    return _from_blocks(lambda a: {"keep_last": -1})(good)
+
+
+@fault(BLOCKS, r"out\[\d+\]: expected")
+def the_first_tokens_are_kept_and_not_the_last(good: Any) -> Any:
+    def first(a: Any) -> Any:
+        if a["keep_last"] < 0:
+            return {}
+        lens = a["kv_lens"]
+        return {
+            "kv_lens": lens.clamp(max=min(a["keep_last"], 2**31 - 1)).where(lens < 2**31, 0).to(lens.dtype)
+        }
+
+    return _from_blocks(first)(good)
+
+
+def _after(change: Any) -> Any:
+    """The healthy op, after which `change` spoils what it wrote: (table, lens, page size, indptr, out, start, keep)."""
+
+    def broken(good: Any) -> Any:
+        def run(
+            block_table: Any,
+            kv_lens: Any,
+            page_size: int,
+            kv_indptr: Any,
+            out: Any,
+            kv_start: Any = None,
+            *,
+            keep_last: int = -1,
+        ) -> Any:
+            good(block_table, kv_lens, page_size, kv_indptr, out, kv_start, keep_last=keep_last)
+            change(block_table, kv_lens, page_size, kv_indptr, out)
+            return out
+
+        return run
+
+    return broken
+
+
+@fault(BLOCKS, r"out\[\d+\]: changed, though the contract does not name it")
+def the_block_begun_is_listed_to_its_end(good: Any) -> Any:
+    def longer(table: Any, lens: Any, page: int, indptr: Any, out: Any) -> None:
+        end, n = int(indptr[-1]), lens.shape[0]
+        if 0 < end < out.shape[0] and n and int(out[end - 1]) >= 0:
+            out[end : end + (page - 1 - int(out[end - 1]) % page)] = 7
+
+    return _after(longer)(good)
+
+
+@fault(BLOCKS, r"kv_indptr\[\d+\]: expected")
+def sums_count_blocks(good: Any) -> Any:
+    def blocks(table: Any, lens: Any, page: int, indptr: Any, out: Any) -> None:
+        n = lens.long().clamp(0, table.shape[1] * page)
+        indptr[1:] = ((n + page - 1) // page).cumsum(0).clamp(max=out.shape[0]).to(indptr.dtype)
+
+    return _after(blocks)(good)
+
+
+@fault(BLOCKS, r"kv_indptr\[\d+\]: expected")
+def sums_go_past_the_buffer(good: Any) -> Any:
+    def past(table: Any, lens: Any, page: int, indptr: Any, out: Any) -> None:
+        if indptr.shape[0] > 1 and int(indptr[-1]) == out.shape[0]:
+            indptr[-1] += 1
+
+    return _after(past)(good)
 
 
 # --- kv_write ---------------------------------------------------------------------------------------

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hal._remote.target import DirectTarget
 from hal.conformance._cases import cases_of
 from hal.conformance._proofs import run_case
 from hal.conformance._result import FAILED, Case
 from hal.conformance._run import execute
-from hal.conformance._target import DirectTarget
 from hal.ops import spec
 from sabotage._healthy import Fault, healthy
 
@@ -57,6 +63,8 @@ def kill(fault: Fault, device: str = "cpu") -> Kill:
 
     if device not in fault.device:
         return done("not run", message=f"needs {' or '.join(fault.device)}")
+    if fault.plugin:
+        return _kill_installed(fault, done)
     if fault.dies:
         return _kill_in_worker(fault, done)
     target = DirectTarget({fault.op: fault.make()}, backend_of(fault), device=torch.device(device))
@@ -84,6 +92,37 @@ def _kill_in_worker(fault: Fault, done: Any) -> Kill:
     return done(
         "survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values())
     )
+
+
+def install(folder: Path, name: str, sources: Mapping[str, str]) -> None:
+    """Writes a plugin's distribution: what an installer would leave behind."""
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[hal.backends]\n{name} = {name}\n")
+    (folder / f"{name}.py").write_text(sources["manifest"])
+    (folder / f"{name}_kernels.py").write_text(sources["kernels"])
+
+
+def _kill_installed(fault: Fault, done: Any) -> Kill:
+    assert fault.plugin is not None
+    name = fault.name.replace(" ", "_")
+    with tempfile.TemporaryDirectory() as folder:
+        install(Path(folder), name, fault.plugin)
+        path = os.pathsep.join([folder, *(os.path.abspath(p) for p in sys.path if p)])
+        ended = subprocess.run(
+            [sys.executable, "-m", "hal", "conformance", name, "--op", fault.op, "--report", "out"], cwd=folder,
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        report = Path(folder, "out", "report.json")
+        if ended.returncode != 1 or not report.exists():
+            return done("survived", message=f"exit code {ended.returncode}: {ended.stderr[-300:]}")
+        rows = json.loads(report.read_text())["cases"]
+    for case in candidates(fault):
+        row = next(r for r in rows if r["id"] == case.id)
+        if row["outcome"] == FAILED and re.search(fault.message, row["reason"]):
+            return done("killed", case.id, row["reason"])
+    return done("survived", message="; ".join(f"{r['id']}: {r['reason']}" for r in rows[:2]))
 
 
 def false_alarms(op: str, device: str = "cpu") -> list[str]:

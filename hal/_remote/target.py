@@ -1,4 +1,4 @@
-"""What is being judged: a backend on a lane and a device, through a seam of four questions."""
+"""A backend on a lane and a device, through a seam of a few questions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import hal
 from hal._errors import BackendError, NoBackendError, SelectionError
-from hal.conformance._watch import code_of
+from hal._remote.watch import code_of
 from hal.ops import spec as spec_of
 from hal.ops._spec import Signature
 from hal.registry import Impl
@@ -35,13 +35,15 @@ class Bound:
 
 
 class Target(Protocol):
-    """A backend as the suite sees it. `RegistryTarget` is the real one, `DirectTarget` a lone function."""
+    """A backend to make calls of. `RegistryTarget` is the real one, `DirectTarget` a lone function."""
 
     backend: str
     lane: str
     device: torch.device
     limits: tuple[str, ...] | None
     """The names with which a refusal may start; None: there is no manifest to ask."""
+    takes: tuple[str, ...] | None
+    """The device types whose tensors the lane takes; None: there is no manifest to ask."""
 
     def ready(self, op: str) -> str | None:
         """None, or why the backend has no such op or can't run."""
@@ -61,13 +63,14 @@ class Target(Protocol):
 
 @dataclass
 class DirectTarget:
-    """A function that nobody registered: for the suite's own tests and the sabotaged backends."""
+    """A function that nobody registered: for tests."""
 
     fns: Mapping[str, Bound]
     backend: str = "direct"
     lane: str = "device"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     limits: tuple[str, ...] | None = None
+    takes: tuple[str, ...] | None = None
 
     def ready(self, op: str) -> str | None:
         return None if op in self.fns else "unimplemented"
@@ -104,6 +107,7 @@ class RegistryTarget:
     lane: str
     device: torch.device
     limits: tuple[str, ...] | None = None
+    takes: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, backend: str, lane: str, device: str | None = None) -> RegistryTarget:
@@ -119,24 +123,22 @@ class RegistryTarget:
         entry = table.entries[backend.partition("/")[0]]
         manifest = entry.manifest
         if manifest is None:
-            raise SelectionError(f"hal: conformance: {backend} is {entry.state(lane)}")
+            raise SelectionError(f"hal: {backend} is {entry.state(lane)}")
         if lane not in manifest.lanes:
-            raise SelectionError(
-                f"hal: conformance: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}"
-            )
+            raise SelectionError(f"hal: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}")
         where = torch.device(device or manifest.lanes[lane][0])
         if where.type not in manifest.lanes[lane]:
             raise SelectionError(
-                f"hal: conformance: {backend} takes {', '.join(manifest.lanes[lane])} in lane {lane}, not {where}"
+                f"hal: {backend} takes {', '.join(manifest.lanes[lane])} in lane {lane}, not {where}"
             )
-        return cls(backend, lane, where, tuple(manifest.limits))
+        return cls(backend, lane, where, tuple(manifest.limits), tuple(manifest.lanes[lane]))
 
     @property
     def entry(self) -> Entry:
         return live.current().entries[self.backend.partition("/")[0]]
 
     def impls(self, op: str) -> tuple[Impl, ...]:
-        """What is judged: what the backend's name may take, or the one implementation that is named."""
+        """What is called: what the backend's name may take, or the one implementation that is named."""
         return wanted(self.entry, op, self.backend.partition("/")[2])
 
     def ready(self, op: str) -> str | None:

@@ -1,0 +1,146 @@
+"""Judging: one case after another on a worker, here or in a process of its own.
+
+A process of its own serves two ends: several at a time, and the ops that a plugin brings, whose contracts, and so
+whose truth, are the plugin's code: they are judged where it is loaded, which is never the process that certifies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hal.conformance._cases import case_list
+from hal.conformance._result import NOT_RUN, OUTCOMES, Case, Result
+from hal.conformance._worker import Job, Worker, environment
+
+DEATHS = 12
+"""Processes that a backend may kill before the rest is given up."""
+
+Tell = Callable[[Result], None]
+
+
+def judge(
+    worker: Worker,
+    cases: Sequence[Case],
+    specs: Mapping[str, Any],
+    tell: Tell,
+    stop: threading.Event | None = None,
+) -> None:
+    """Proves cases in turn; a process that dies or hangs fails the case it was in, and the rest go on in another."""
+    from hal.conformance._proofs import run_case
+
+    job = worker.job
+    for case in cases:
+        if stop is not None and stop.is_set():
+            return
+        if worker.deaths >= DEATHS:
+            tell(Result(case.id, NOT_RUN, f"given up after {worker.deaths} dead processes"))
+            continue
+        worker.begin()
+        tell(
+            run_case(
+                case,
+                worker,
+                specs[case.op],
+                fixed=job.fixed,
+                examples=job.examples,
+                imports=job.imports,
+                seed=job.seed,
+            )
+        )
+
+
+class Apart:
+    """A judge in another process.
+
+    Args:
+        cases: those to prove.
+        plugin: the ops are a plugin's own: it is loaded there, and says what the cases are; `cases` are not asked.
+    """
+
+    def __init__(
+        self, job: Job, cases: Sequence[Case] = (), plugin: bool = False, only_list: bool = False
+    ) -> None:
+        here, there = os.pipe()
+        # A judge whose contracts are ours loads no plugin at all; its worker gets `job.plugins`.
+        env = environment(job.lane, job.imports, job.plugins if plugin else ("cpu",))
+        order = {
+            "job": job.to_json(), "cases": [c.id for c in cases], "plugin": plugin, "only_list": only_list,
+            "out": there,
+        }  # fmt: skip
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", "from hal.conformance._judge import main; main()"],
+            env=env, pass_fds=(there,), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.close(there)
+        self._lines = open(here, encoding="utf-8")  # noqa: SIM115
+        assert self._child.stdin is not None
+        with self._child.stdin as f:
+            f.write(json.dumps(order).encode())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """What it says, line by line."""
+        for line in self._lines:
+            yield json.loads(line)
+
+    def end(self) -> int:
+        if self._child.poll() is None:
+            self._child.kill()
+        self._lines.close()
+        return self._child.wait()
+
+    def results(self, expected: Sequence[Case], tell: Tell) -> None:
+        """Its results; of what is expected of it, and nothing else. What it does not get to has not run."""
+        left = {c.id for c in expected}
+        try:
+            for line in self:
+                if "end" not in line:
+                    continue
+                result = Result(**line["end"])
+                if result.id in left and result.outcome in OUTCOMES:
+                    left.remove(result.id)
+                    tell(result)
+        finally:
+            code = self.end()
+        for case in expected:
+            if case.id in left:
+                tell(Result(case.id, NOT_RUN, f"the judge's process ended before it (exit code {code})"))
+
+
+def main() -> None:
+    """The process of `Apart`: an order on stdin, lines of JSON on a pipe."""
+    from hal._remote.serve import end_with_parent
+    from hal.ops import spec
+
+    end_with_parent()
+    order = json.load(sys.stdin)
+    job = Job.of_json(order["job"])
+    with open(order["out"], "w", encoding="utf-8", buffering=1) as out:
+
+        def say(**line: Any) -> None:
+            out.write(json.dumps(line) + "\n")
+
+        if order["plugin"]:
+            from hal.registry._table import live
+
+            specs = {op: live.current().spec(op) for op in job.ops or ()}
+        else:
+            specs = {op: spec(op) for op in job.ops or ()}
+        cases = case_list(specs)
+        if order["plugin"]:
+            say(cases=[asdict(c) for c in cases])
+        else:
+            wanted = set(order["cases"])
+            cases = [c for c in cases if c.id in wanted]
+        if order["only_list"]:
+            return
+        with Worker(job) as worker:
+            if worker.failed:
+                return
+            judge(worker, cases, specs, lambda result: say(end=result.to_json()))
