@@ -16,8 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal import launch
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
-from hal.backends.cuda._attention import LN2, entry, factor, lengths, logits, place, step, tile
+from hal.backends.cuda._attention import LN2, entry, factor, logits, place, step, tile
 from hal.backends.cuda._device import arch, multiprocessors, pdl
+from hal.backends.cuda._split import ahead, chunk_of, counts, seek
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
@@ -27,75 +28,8 @@ BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
-
-
-@triton.jit
-def _chunk(
-    kv_indptr, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
-):
-    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs; more, if with
-    more there are no more parts than `programs`, which run at once: a second wave for a few of them costs a whole one.
-    In 32 bits: a division in 64 is a call.
-    """
-    total = tl.zeros((), tl.int64)
-    for b in range(0, bs, BLOCK):
-        i = b + tl.arange(0, BLOCK)
-        n = lengths(kv_indptr, i, i < bs, nnz)
-        if WINDOW:
-            n = tl.minimum(n, window + 1)
-        total += tl.sum(n.to(tl.int64))
-    fits = total < 2**31 - 1
-    most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
-    most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
-    if (bs > 1) & (bs < programs):
-        count = tl.sum(_counts(kv_indptr, tl.arange(0, BLOCK), nnz, bs, most, window, WINDOW))
-        if (count > programs) & (bs <= BLOCK):
-            most = _wider(most, count, programs)
-            count = tl.sum(_counts(kv_indptr, tl.arange(0, BLOCK), nnz, bs, most, window, WINDOW))
-            most = tl.where(count > programs, _wider(most, count, programs), most)
-    return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-
-
-@triton.jit
-def _wider(most, count, programs):
-    """`most` times count / programs, or about that; never less."""
-    about = most.to(tl.float32) * (count.to(tl.float32) / programs.to(tl.float32))
-    return tl.maximum(most, tl.minimum(about, 2.0**30).to(tl.int32) + 1)
-
-
-@triton.jit
-def _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
-    n = lengths(kv_indptr, i, i < bs, nnz)
-    if WINDOW:
-        n = tl.minimum(n, window + 1)
-    return tl.where(i < bs, tl.maximum(n - 1, 0) // chunk + 1, 0)
-
-
-@triton.jit
-def _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """(the request that part c is of, or bs, and the parts before that request's)."""
-    request = tl.zeros((), tl.int32)
-    before = tl.zeros((), tl.int32)
-    base = tl.zeros((), tl.int32)
-    for b in range(0, bs, BLOCK):
-        n = _counts(kv_indptr, b + tl.arange(0, BLOCK), nnz, bs, chunk, window, WINDOW)
-        stop = base + tl.cumsum(n, 0)
-        mine = (stop <= c) & (n > 0)
-        request += tl.sum(mine.to(tl.int32))
-        before += tl.sum(tl.where(mine, n, 0))
-        base += tl.sum(n)
-    return request, before
-
-
-@triton.jit
-def _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Parts of the requests before this one."""
-    before = tl.zeros((), tl.int32)
-    for b in range(0, request, BLOCK):
-        i = b + tl.arange(0, BLOCK)
-        n = _counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW)
-        before += tl.sum(tl.where(i < request, n, 0))
-    return before
+HOPPER = (64, 2, 1)
+"""Keys of a tile, tiles, and tiles of weights that the kernel for Hopper holds."""
 
 
 @launch.jit(
@@ -125,11 +59,11 @@ def decode_attention_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, FEW)
-        request, before = _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW, FEW)
+        chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, window, SHORTEST, WINDOW)
+        request, before = seek(kv_indptr, tl.arange(0, FEW), c, nnz, bs, chunk, window, WINDOW)
     else:
-        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
-        request, before = _seek(kv_indptr, c, nnz, bs, chunk, window, WINDOW, BLOCK)
+        chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, window, SHORTEST, WINDOW)
+        request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, window, WINDOW)
     if request < bs:
         begin = entry(kv_indptr, request, nnz)
         length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
@@ -211,15 +145,15 @@ def decode_merge_kernel(
     request = tl.program_id(0) // Q_HEADS
     head = tl.program_id(0) % Q_HEADS
     if bs <= FEW:
-        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, FEW)
+        chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
-        chunk = _chunk(kv_indptr, nnz, bs, programs, window, SHORTEST, WINDOW, BLOCK)
-    parts = tl.sum(_counts(kv_indptr, request + tl.zeros((1,), tl.int32), nnz, bs, chunk, window, WINDOW))
+        chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, window, SHORTEST, WINDOW)
+    parts = tl.sum(counts(kv_indptr, request + tl.zeros((1,), tl.int32), nnz, bs, chunk, window, WINDOW))
     if parts > 1:
         if bs <= FEW:
-            before = _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW, FEW)
+            before = ahead(kv_indptr, tl.arange(0, FEW), request, nnz, bs, chunk, window, WINDOW)
         else:
-            before = _ahead(kv_indptr, request, nnz, bs, chunk, window, WINDOW, BLOCK)
+            before = ahead(kv_indptr, tl.arange(0, BLOCK), request, nnz, bs, chunk, window, WINDOW)
         d = tl.arange(0, DV_PAD)
         top = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
@@ -269,34 +203,60 @@ def tiles(
 
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, window: bool, cap: bool,
-    k_scale: object, v_scale: object, shared: bool,
+    k_scale: object, v_scale: object, shared: bool, plain: bool,
 ) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
-    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(q.get_device()))
-    blocks = kv_heads * -(-group // m)
+    device = q.get_device()
+    on = pdl(device)
+    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device))
     k_page, kc = _attention.paging(k_cache)
     v_page, vc = _attention.paging(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
     strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
     unit = _attention.unit_of(strides)
+    hopper = plain and not cap and not window and k_page == 1 and k_scale is None and v_scale is None
+    hopper = hopper and for_hopper(q, k_cache, v_cache, unit, shared)
+    if hopper:
+        m = 64
+    blocks = kv_heads * -(-group // m)
     d0, d1 = _attention.parts(dim)
     pad = max(16, triton.next_power_of_2(v_dim))
-    device = q.get_device()
-    on = pdl(device)
     common = {
         "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
         "launch_pdl": on,
     }  # fmt: skip
-    run = decode_attention_kernel.bind(
-        Q_HEADS=q_heads, GROUP=group, BLOCKS=blocks, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad,
-        K_PAGE=k_page, V_PAGE=v_page, CAP=cap, K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale),
-        SHARED=shared, UNIT=unit, STAGES=stages, num_warps=warps, **common,
-    )  # fmt: skip
+    same = {"Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "UNIT": unit, **common}
+    if hopper:
+        from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
+
+        n, stages, buffers = HOPPER
+        run = decode_attention_hopper_kernel.bind(**same, N=n, STAGES=stages, BUFFERS=buffers, num_warps=4)
+    else:
+        run = decode_attention_kernel.bind(
+            **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
+            K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared, STAGES=stages,
+            num_warps=warps,
+        )  # fmt: skip
     merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
     sms = multiprocessors(device) if device >= 0 else 16
-    return run, merge, blocks, max(1, PER_SM * sms // blocks), tuple(s // unit for s in strides)
+    each = 1 if hopper else PER_SM
+    return run, merge, blocks, max(1, each * sms // blocks), tuple(s // unit for s in strides)
+
+
+def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
+    """Whether the kernel for Hopper takes them: MLA's shared rows of 16 bits, whole 16 bytes apart. No window, no
+    logit_cap, no page apart from the next: registers are short, and no model has those with such rows."""
+    return (
+        launch.lane() in ("device", "recorded")
+        and arch(q.get_device()) == 90
+        and q.dtype.itemsize == 2
+        and q.dtype == k_cache.dtype
+        and (q.shape[2], v_cache.shape[-1]) == (576, 512)
+        and unit >= 8
+        and shared
+    )
 
 
 def _workspace(device: int, size: int, like: Tensor) -> Tensor:
@@ -342,17 +302,19 @@ def decode_attention(
     num_slots, *inner, _, _ = k_cache.shape
     if inner:
         num_slots *= inner[0]
+    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
+    plain = not (q.data_ptr() | k_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
     key = (
         device, q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
         v_cache.stride(), out.stride(), lse is None, window, logit_cap > 0, k_scale.__class__, v_scale.__class__,
-        shared,
+        shared, plain,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= 4096:
             _plans.clear()
         plan = _plans[key] = _plan(
-            q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared
+            q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared, plain
         )
     run, merge, blocks, programs, strides = plan
     lines = (programs + bs) * q_heads
