@@ -1,0 +1,120 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
+"""build_kv_indices_from_blocks: the slots of ``[start_i, start_i + len_i)`` of a block table packed into `out`.
+
+The requests are shared out as `_spans` says, and their sums written into `kv_indptr`. A start is compared with the
+table before it is added to. Neighbouring lanes read the same entry of the table, which is one access.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, int64
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal import launch
+from hal.backends.cuda._device import pdl
+from hal.backends.cuda._spans import MANY, Tile, extents, grid, slot_of, turns
+
+TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
+
+
+@triton.jit
+def _own(lens, starts, group, bs, GROUP: tl.constexpr):
+    """(lengths, starts) of a group's requests."""
+    j = group + tl.arange(0, GROUP)
+    _, length = extents(lens, lens, j, bs, False)
+    start = tl.zeros([GROUP], tl.int64)
+    if starts is not None:
+        start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
+    return length, start
+
+
+@launch.jit(
+    do_not_specialize=(
+        "table", "lens", "indptr", "out", "starts", "bs", "columns", "stride", "size", "keep", "each", "log",
+    )
+)  # fmt: skip
+def kv_indices_from_blocks_kernel(
+    table, lens, indptr, out, starts,
+    bs: tl.int64, columns: tl.int64, stride: tl.int64, size: tl.int64, keep: tl.int64, each: tl.int32, log: tl.int32,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
+    part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
+    # Asked for before the sums.
+    whole, start = _own(lens, starts, first, bs, GROUP)
+    lanes = tl.zeros([TILE], tl.int64)
+    for at in range(0, first, TILE):
+        _, before = extents(lens, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), False)
+        lanes += tl.minimum(before, keep)
+    total = tl.sum(lanes, 0)
+    # Triton's interpreter takes a small argument for an int32, whatever it is annotated as.
+    end = columns.to(tl.int64) * PAGE
+    for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
+        j = group + tl.arange(0, GROUP)
+        if GROUP > 1:
+            whole, start = _own(lens, starts, group, bs, GROUP)
+        length = tl.minimum(whole, keep)
+        ending = total + tl.cumsum(length, 0)
+        if part == 0:
+            tl.store(indptr + j + 1, tl.minimum(ending, size).to(indptr.dtype.element_ty), j < bs)
+        row = (table + j.to(tl.int64) * stride)[:, None]
+        to = (ending - length)[:, None]
+        skipped = (whole - length)[:, None]
+        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
+            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
+            mine = (t < length[:, None]) & (t < size - to)
+            own = t + skipped
+            there = mine & (start[:, None] >= -own) & (start[:, None] < end - own)
+            position = tl.where(there, start[:, None] + own, 0)
+            page = position // PAGE
+            block = tl.load(row + page, there, other=-1).to(tl.int64)
+            slot = slot_of(block, position - page * PAGE, PAGE, WIDE)
+            tl.store(out + to + t, slot.to(out.dtype.element_ty), mine)
+        total += tl.sum(length, 0)
+    if tl.program_id(0) == 0:
+        tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+
+
+class _Launches(dict[tuple[int, int, bool, int], launch.Launch]):
+    def __missing__(self, key: tuple[int, int, bool, int]) -> launch.Launch:
+        device, page, wide, group = key
+        on = pdl(device)
+        chunk, lengths, warps = TILES[group]
+        self[key] = kv_indices_from_blocks_kernel.bind(
+            PAGE=page,
+            WIDE=wide,
+            PDL=on,
+            CHUNK=chunk,
+            GROUP=group,
+            TILE=lengths,
+            num_warps=warps,
+            launch_pdl=on,
+        )
+        return self[key]
+
+
+_launches: _Launches = launch.keeps(_Launches())
+
+
+def build_kv_indices_from_blocks(
+    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor,
+    kv_start: Tensor | None = None, *, keep_last: int = -1,
+) -> Tensor:  # fmt: skip
+    bs, size = kv_lens.numel(), out.numel()
+    device = out.get_device()
+    keep = 2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1)
+    # No more work than the last tokens: a buffer made for whole rows must not be split as finely as they.
+    programs, group, each, log = grid(bs, min(size, bs * keep), device, TILES)
+    _launches[device, page_size, out.dtype is int64, group].start(
+        programs, block_table, kv_lens, kv_indptr, out, kv_start,
+        bs, block_table.shape[1], block_table.stride(0), size, keep, each, log,
+    )  # fmt: skip
+    return out
+
+
+def supports(sig: object) -> None:
+    """Every call of the contract."""

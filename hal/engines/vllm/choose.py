@@ -1,0 +1,31 @@
+"""The class that a name stands for, decided when vLLM asks: this module's `Custom`, `CPU_ATTN` and `CPU_MLA`.
+
+vLLM resolves a registered path by ``getattr(module, name)`` while its configuration is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hal.engines import require
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Custom", "CPU_ATTN", "CPU_MLA"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.config import get_current_vllm_config
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = get_current_vllm_config()
+    if name != "Custom" and config.attention_config.backend is not AttentionBackendEnum.CUSTOM:
+        return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    require("vllm")
+    model = config.model_config
+    if model is not None and model.use_mla:
+        from hal.engines.vllm.mla import HalMLABackend
+
+        return HalMLABackend
+    from hal.engines.vllm.attention import HalAttentionBackend
+
+    return HalAttentionBackend

@@ -1,0 +1,175 @@
+"""vLLM's latent attention (MLA, as DeepSeek's) on hal: all of it over the latent rows, one shared head of the cache.
+
+vLLM's layer absorbs the projections of k and v into q and the output for what it calls decode tokens. Here every token
+is one: new and cached latents are read from the same rows, so prefill, its chunks and cached prefixes are one case.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl, MultipleOf
+
+import hal
+from hal import _host
+from hal.engines.vllm import limits
+from hal.engines.vllm.attention import FP8, HalAttentionBackend
+from hal.engines.vllm.step import Step, StepBuilder
+
+
+class HalMLABackend(MLACommonBackend):
+    """What vLLM's selector asks."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = HalAttentionBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [d for d in limits.KV_DTYPES if d != "fp8_e5m2"]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[HalMLAImpl]:
+        return HalMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 0 < head_size <= 576
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        return HalAttentionBackend.supports_combination(head_size, dtype, kv_cache_dtype)
+
+
+class HalMLAImpl(MLAAttentionImpl[Step]):
+    """One layer's attention."""
+
+    supports_pcp: bool = False
+    supports_dcp: bool = False
+    is_sparse: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+        **others: Any,
+    ) -> None:
+        reasons = limits.of_layer(
+            kv_cache_dtype=kv_cache_dtype, attn_type=attn_type or AttentionType.DECODER, alibi_slopes=alibi_slopes,
+            sparse_attention=indexer, sharing_of_latent_rows=kv_sharing_target_layer_name, **others,
+        )  # fmt: skip
+        reasons += limits.of_config(get_current_vllm_config())
+        if reasons:
+            raise limits.refusal(reasons)
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, 1
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.fp8 = FP8.get(kv_cache_dtype)
+        self.options: dict[str, Any] = {
+            "scale": self.scale,
+            "sliding_window": -1 if sliding_window is None else sliding_window - 1,
+            "logit_cap": float(logits_soft_cap or 0.0),
+        }
+        self.dtype = torch.get_default_dtype()
+
+    def bind(self, spec: Any, device: torch.device) -> None:
+        """Chooses who runs this layer's ops, by examples of its calls.
+
+        Raises:
+            NoBackendError: nobody can; the error says who was asked, and why not.
+        """
+        rows = _host.zeros(2, spec.block_size, self.head_size, dtype=self.dtype)
+        rows = rows.to(device) if self.fp8 is None else rows.to(self.fp8).to(device)
+        k = rows.unsqueeze(2)
+        v = k[..., : self.kv_lora_rank]
+        q = torch.zeros(1, self.num_heads, self.head_size, dtype=self.dtype, device=device)
+        out = torch.zeros(1, self.num_heads, self.kv_lora_rank, dtype=self.dtype, device=device)
+        index = torch.zeros(2, dtype=torch.int32, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}
+        attend = {"q": q, "k_cache": k, "v_cache": v, "kv_indptr": index, "kv_indices": index, "out": out,
+                  **self.options, **scales}  # fmt: skip
+        lora = torch.zeros(1, self.kv_lora_rank, dtype=self.dtype, device=device)
+        write = {"kv_lora": lora, "k_rope": q[:, 0, : self.qk_rope_head_dim], "kv_cache": rows,
+                 "slots": torch.zeros(1, dtype=torch.int64, device=device)}  # fmt: skip
+        if self.fp8 is not None:
+            write["kv_scale"] = one
+        self.ops = hal.bind(
+            device,
+            like={
+                "decode_attention": attend,
+                "extend_attention": {**attend, "qo_indptr": index},
+                "mla_kv_write": write,
+            },
+        )
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Step,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        k = self._rows(kv_c_and_k_pe_cache).unsqueeze(2)
+        out = q.new_empty(q.shape[0], self.num_heads, self.kv_lora_rank)
+        scales = {} if self.fp8 is None else {"k_scale": layer._k_scale, "v_scale": layer._k_scale}
+        attn_metadata.attend(self.ops, q, k, k[..., : self.kv_lora_rank], out, **self.options, **scales)
+        return out, None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        if kv_cache.numel() == 0:
+            return
+        slots = slot_mapping.flatten()
+        n = slots.shape[0]
+        scale = {} if self.fp8 is None else {"kv_scale": k_scale}
+        self.ops.mla_kv_write(kv_c_normed[:n], k_pe[:n], self._rows(kv_cache), slots, **scale)
+
+    def _rows(self, kv_cache: Tensor) -> Tensor:
+        return kv_cache if self.fp8 in (None, kv_cache.dtype) else kv_cache.view(self.fp8)
+
+    def forward_mha(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(
+            "hal's steps have no tokens of the kind that vLLM prefills with heads of their own"
+        )

