@@ -80,4 +80,4 @@ def plain(
     lse = torch.logsumexp(logits, dim=-1, keepdim=True)
     p = logits.sub_(torch.where(lse == -torch.inf, 0.0, lse)).exp_()
     out = torch.bmm(p, v.float().transpose(0, 1)).mul_(v_scale)
-    return out.view(*q.shape[:2], -1), lse.view(q.shape[:2])
+    return out.view(*q.shape[:2], v.shape[2]), lse.view(q.shape[:2])

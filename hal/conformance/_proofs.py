@@ -80,6 +80,8 @@ class Run:
     around: tuple[str, Any] | None = None
     room: dict[str, float] = field(default_factory=dict)
     failing: dict[str, Any] | None = None
+    note: str = ""
+    """What whoever reads of a pass should know."""
     trying: bool = False
     """Something is being tried whose crash would be no failure."""
 
@@ -466,6 +468,7 @@ def run_case(
             raise Outcome(NOT_RUN, why)
         with run.caller.arena.borrowed():
             (PROOFS.get(case.proof) or DEVICE[case.proof])(run)
+        result.reason = run.note
     except Outcome as e:
         result.outcome, result.reason = e.outcome, str(e)
     except Refused as e:

@@ -188,10 +188,15 @@ def beyond(report: Mapping[str, Any]) -> str:
     """What was tried beyond the fixed samples, and on a slow lane how much less."""
     told = report["beyond_samples"]
     fresh, soak = told["fresh"], told["soak"]
+    fewer = "".join(
+        f"; {c['op']}: {c['reason']}"
+        for c in report["cases"]
+        if c["proof"] in ("soak", "leak") and c["outcome"] == "passed" and c["reason"]
+    )
     return (
         f"beyond the samples: seed {told['seed']}, sizes {fresh['scale']}, {fresh['pairs']} pairs, "
         f"{fresh['mixed']} mixtures; {soak['calls']:,} calls in a row, memory after {soak['leak_calls']:,}, "
-        f"seen again {soak['later_seconds']:g} s later"
+        f"seen again {soak['later_seconds']:g} s later{fewer}"
     )
 
 

@@ -39,7 +39,7 @@ class Result:
 
     Attributes:
         outcome: one of `OUTCOMES`.
-        reason: why, unless it passed.
+        reason: why; of a pass, what there is to know of it, such as fewer repetitions for a slow backend.
         snippet: a program that runs the failing example again.
         headroom: dtype of a result -> its largest error, in units of the bound.
     """

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 CALLS = {"device": 10_000, "slow": 100}
 """Of a fault in one call of 1,000, 10,000 calls miss all with a probability of 4.5e-5."""
+SECONDS = 20.0
+"""After which a backend whose calls are slow is let go before the last of them, though never before:"""
+LEAST_CALLS = {"device": 500, "slow": 100}
 DISPATCHED_EVERY = 5
 AT_ONCE = 100
 """Calls between two looks at what they wrote; each has arguments of its own."""
 AT_ONCE_BYTES = 1 << 26
 LEAK_CALLS = {"device": 1_000, "slow": 20}
+LEAK_TRIAL = 20
+"""Calls that tell how long one takes: a slow backend's are fewer, and the report says how many."""
 LEAK_PER_CALL = 1024
 """Bytes a call by which a process may grow, in the least of three rounds; and at least this many in a round:"""
 LEAK_NOISE = 1 << 20
@@ -36,7 +41,7 @@ def plan(lane: str) -> dict[str, Any]:
     kind = "device" if lane == "device" else "slow"
     calls = CALLS[kind]
     return {
-        "calls": calls, "one_in_a_thousand_escapes": round(0.999**calls, 6), "leak_calls": LEAK_CALLS[kind],
+        "calls": calls, "seconds": SECONDS, "one_in_a_thousand_escapes": round(0.999**calls, 6), "leak_calls": LEAK_CALLS[kind],
         "later_seconds": LATER, "later_samples": LATER_SAMPLES[kind],
     }  # fmt: skip
 
@@ -70,15 +75,19 @@ def soak(run: Run) -> None:
     arguments, wants = run.made(sample.params)
     if names_nothing(wants):
         raise TypeError(f"{run.op}: {sample.name} writes nothing")
-    calls = CALLS["slow" if run.slow else "device"]
+    kind = "slow" if run.slow else "device"
+    calls, least = CALLS[kind], LEAST_CALLS[kind]
     copies = Copies(run, arguments, min(AT_ONCE, calls - 1))
     first = copies.placed[0]
     said = run.called(first)
     own = Ret.of(said["ret"], first)
     run.judge(wants, first, own)
     image = copies.words[0].clone()
-    done = 1
+    done, begin = 1, time.monotonic()
     while done < calls:
+        if done >= least and time.monotonic() - begin > SECONDS:
+            run.note = f"{done:,} calls of {calls:,}: as many as {SECONDS:g} s allow"
+            return
         copies.restore()
         placed = copies.placed[: calls - done]
         hows = ["bound" if (done + i + 1) % DISPATCHED_EVERY else "dispatched" for i in range(len(placed))]
@@ -125,7 +134,13 @@ def leak(run: Run) -> None:
     sample = run.busy[0]
     run.prove(sample.params, ways=((BOUND, POISONS[1]),))
     placed = run.place(run.made(sample.params)[0])
+    begin = time.monotonic()
+    run.do("repeat", placed, calls=LEAK_TRIAL, dispatched_every=DISPATCHED_EVERY)
+    slow = (time.monotonic() - begin) / LEAK_TRIAL
     calls = LEAK_CALLS["slow" if run.slow else "device"]
+    if slow * calls > SECONDS / 2:
+        planned, calls = calls, min(calls, max(LEAK_TRIAL, int(SECONDS / 2 / slow)))
+        run.note = f"memory after {calls:,} calls instead of {planned:,}: one takes {slow * 1e3:.0f} ms"
     room = max(LEAK_NOISE, calls * LEAK_PER_CALL)
     limits = {
         "tensors alive": calls // 4,

@@ -142,7 +142,7 @@ def attend(
     lse = torch.logsumexp(logits, dim=-1, keepdim=True)
     p = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse))
     out = torch.einsum("nhgj,jhd->nhgd", p, v)
-    return out.reshape(n, heads, -1), lse.view(n, heads)
+    return out.reshape(n, heads, v.shape[2]), lse.view(n, heads)
 
 
 def reference(
