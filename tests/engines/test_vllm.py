@@ -1,7 +1,7 @@
 """Real vLLM on hal: tokens as stock vLLM's and transformers', hal's ops called and nobody else's, the rest refused.
 
 Run by `ci/engines vllm`, in an environment of its own. Engines run in processes of their own (`vllm_worker`), as few as
-may be: stock, hal's CPU backend, hal's reference, a third party's backend.
+may be: stock, hal's CPU backend, the same compiled, hal's reference, a third party's backend.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         "preempted": {"model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60, "llm": TIGHT},
         "odd-blocks": {"model": llama, "rounds": [prompts()], "llm": {"block_size": 3}},
         "float16": {"model": llama, "rounds": [prompts()], "llm": {"dtype": "float16"}},
+        "compiled": {"model": llama, "rounds": [prompts()], "llm": {"enforce_eager": False}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "llm": {"kv_cache_dtype": "fp8"}},
         "flag": {"model": llama, "rounds": [prompts()], "llm": {"attention_backend": "CUSTOM"}},
         "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
@@ -92,6 +93,7 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "reference"},
         [*COMPARED, *SHAPES[1:], "fp8-cache"],
     ),
+    "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled"]),
     "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "sinks"]),
 }
 """By name: what is added to the environment, and the jobs. The stock one has hal installed, and its plugin loaded."""
@@ -109,7 +111,9 @@ def started() -> dict[str, subprocess.Popen[bytes]]:
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
             **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_TRACE": "1",
-            "PYTHONPATH": str(path), **env,
+            "PYTHONPATH": str(path),
+            # What is compiled is compiled here, not found from another time.
+            "VLLM_CACHE_ROOT": str(path / "cache"), **env,
         }  # fmt: skip
         with (path / "log.txt").open("w") as out:
             found[worker] = subprocess.Popen(
@@ -184,6 +188,12 @@ def test_the_scenarios_are_what_they_are_called(worker: str) -> None:
 
 def test_blocks_of_any_size() -> None:
     assert tokens("cpu", "odd-blocks") == tokens("cpu", "llama-gqa")
+
+
+def test_rotation_and_write_are_one_call_in_a_compiled_graph() -> None:
+    found = result("compiled", "compiled")
+    assert ran(found) == {op: {"cpu"} for op in ATTENTION | {"rope_kv_write"}}
+    assert tokens("compiled", "compiled") == tokens("cpu", "llama-gqa")
 
 
 def test_float16() -> None:
