@@ -173,7 +173,7 @@ def reads_past_the_end(good: Any) -> Any:
     return run
 
 
-@fault(LAST, r"hung: no word for", dies=True)
+@fault(LAST, r"hung: no call ended for", dies=True)
 def hangs(good: Any) -> Any:
     def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
         import time
