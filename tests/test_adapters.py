@@ -181,46 +181,6 @@ def seen_of(begin: int, stop: int, keys: int, causal: bool, window: int) -> Iter
             yield t, first, last
 
 
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, qv: None = None,
-    rotary_cos: None = None, rotary_sin: None = None, cache_seqlens: Tensor | None = None, cache_batch_idx: None = None,
-    cache_leftpad: None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: None = None, max_seqlen_q: int | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
-    assert page_table is not None
-    assert cache_seqlens is not None
-    bs = cache_seqlens.shape[0]
-    if cu_seqlens_q is None:
-        assert q.shape[:2] == (bs, 1)
-        rows, queries = list(range(bs + 1)), q.flatten(0, 1)
-    else:
-        assert cu_seqlens_q.dtype == torch.int32
-        rows, queries = cu_seqlens_q.tolist(), q
-        assert (len(rows), rows[0], rows[-1]) == (bs + 1, 0, q.shape[0])
-        assert max_seqlen_q == max(b - a for a, b in pairwise(rows))
-    blocks, page, _, _ = k_cache.shape
-    assert q.dtype in HALVES
-    assert q.dtype == k_cache.dtype == v_cache.dtype
-    assert {t.dtype for t in (page_table, cache_seqlens)} == {torch.int32}
-    assert page_table.is_contiguous()
-    assert page_table.shape[0] == bs
-    assert int(cache_seqlens.max()) <= page_table.shape[1] * page
-    assert ((page_table >= 0) & (page_table < blocks)).all()
-    left, right = window_size
-    assert right == (0 if causal and cu_seqlens_q is not None else -1)
-    assert isinstance(softmax_scale, float)
-    out, lse = torch.full_like(queries, torch.nan), torch.full((q.shape[-2], rows[-1]), torch.inf)
-    for i, n in enumerate(cache_seqlens.tolist()):
-        keys, values = (c[page_table[i].long()].flatten(0, 1)[:n] for c in (k_cache, v_cache))
-        for t, first, last in seen_of(rows[i], rows[i + 1], n, causal, left):
-            found, sums = attend(queries[t], keys[first:last], values[first:last], softmax_scale)
-            out[t], lse[:, t] = found.to(q.dtype), sums.float()
-    if cu_seqlens_q is None:
-        out, lse = out.unsqueeze(1), lse.T.unsqueeze(-1)
-    return (out, lse, None, None) if return_softmax_lse else out
-
-
 ways: list[str] = []
 
 
@@ -290,14 +250,11 @@ _FLASHINFER = {
     "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper,
     "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper,
 }
-_FA3 = {"flash_attn_with_kvcache": flash_attn_with_kvcache}
 _FUSED = {"npu_fused_infer_attention_score": npu_fused_infer_attention_score}
 ADAPTERS: dict[str, tuple[OpSpec, str, str, dict[str, Any]]] = {
     "decode-flashinfer": (DECODE, "cuda.decode_attention_flashinfer", "flashinfer", _FLASHINFER),
-    "decode-fa3": (DECODE, "cuda.decode_attention_fa3", "flash_attn_interface", _FA3),
     "decode-fused": (DECODE, "ascend.decode_attention_fused", "torch_npu", _FUSED),
     "extend-flashinfer": (EXTEND, "cuda.extend_attention_flashinfer", "flashinfer", _FLASHINFER),
-    "extend-fa3": (EXTEND, "cuda.extend_attention_fa3", "flash_attn_interface", _FA3),
     "extend-fused": (EXTEND, "ascend.extend_attention_fused", "torch_npu", _FUSED),
 }
 

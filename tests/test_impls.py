@@ -199,7 +199,7 @@ def test_an_implementation_with_lanes_of_its_own(plugins: Plugins, monkeypatch: 
 
 def test_ours_are_named_only_and_absent_here() -> None:
     """The adapters: never by themselves; each says what would bring it."""
-    for backend, impls in (("cuda", ("flashinfer", "fa3")), ("ascend", ("fused",))):
+    for backend, impls in (("cuda", ("flashinfer",)), ("ascend", ("fused",))):
         entry = live.current().entries[backend]
         for op in ("decode_attention", "extend_attention"):
             found = {i.name: i for i in entry.impls(op) if i.named}
@@ -215,10 +215,6 @@ def test_ours_are_named_only_and_absent_here() -> None:
     needs = {i.name: i for i in live.current().entries["cuda"].impls("decode_attention")}
     assert str(examined(needs["flashinfer"].requires, needs["flashinfer"].install, None)) == (
         'absent: needs flashinfer-python>=0.6 — pip install "flashinfer-python>=0.6"'
-    )
-    assert (
-        "pip install ./flash-attention/hopper"
-        in examined(needs["fa3"].requires, needs["fa3"].install, None).remedy
     )
 
 

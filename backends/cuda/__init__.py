@@ -5,28 +5,19 @@ from hal.registry import Backend, Impl, hookimpl
 _HERE = "hal.backends.cuda"
 
 
-def _adapter(
-    op: str, name: str, requires: str, run: str, install: str = "", probe: str | None = None
-) -> Impl:
+def _adapter(op: str, name: str, requires: str, run: str) -> Impl:
     """Another library's kernel, taken where it is named."""
     module = f"{_HERE}.{op}_{name}"
     return Impl(
         f"{module}:{op}", f"{module}:supports", name, priority=-1, named=True, lanes=("device",), requires=(requires,),
-        install=install, probe=probe, note=f"adapter: {run}",
+        note=f"adapter: {run}",
     )  # fmt: skip
 
 
 _ADAPTERS = {
-    op: (
-        _adapter(op, "flashinfer", "flashinfer-python>=0.6", "run on an H200, FlashInfer 0.6.3"),
-        _adapter(
-            op, "fa3", "flash-attn-3>=3.0.0", "not run on a device",
-            install="git clone https://github.com/Dao-AILab/flash-attention; pip install ./flash-attention/hopper",
-            probe=f"{_HERE}.decode_attention_fa3:probe",
-        ),
-    )
+    op: (_adapter(op, "flashinfer", "flashinfer-python>=0.6", "run on an H200, FlashInfer 0.6.3"),)
     for op in ("decode_attention", "extend_attention")
-}  # fmt: skip
+}
 
 
 @hookimpl

