@@ -1,4 +1,4 @@
-"""Writes docs/ops and README's table from what they tell of: ``python ci/docs.py``; ``--check`` only compares.
+"""Writes docs/ops, README's table and the stubs from what they tell of; ``python ci/docs.py --check`` only compares.
 
 Sources: the contracts (`OpSpec`), the manifests of hal's own backends, the conformance reports under docs/conformance
 and bench/results, the timings under bench/results. Nothing depends on the machine that runs it.
@@ -15,6 +15,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import docs_stubs
 
 from hal._errors import ArgumentError
 from hal._library import forms
@@ -344,7 +346,7 @@ def readme() -> str:
 def written() -> dict[str, str]:
     """Path -> text of everything that is generated."""
     pages = {f"docs/ops/{op}.md": page(op) for op in BUILTIN}
-    return {**pages, "docs/ops/README.md": index(), "README.md": readme()}
+    return {**pages, "docs/ops/README.md": index(), "README.md": readme(), **docs_stubs.written()}
 
 
 def drifted() -> list[str]:

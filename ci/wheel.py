@@ -14,7 +14,13 @@ import zipfile
 from importlib import metadata
 
 DISTRIBUTION = "hal-kernels"
-NEEDED = ("hal/py.typed", "hal/_api.pyi", "hal/registry/_manifest.py", "hal/backends/cpu/__init__.py")
+NEEDED = (
+    "hal/py.typed",
+    "hal/_api.pyi",
+    "hal/_bound.pyi",
+    "hal/registry/_manifest.py",
+    "hal/backends/cpu/__init__.py",
+)
 # Run on being imported, or by a foreign compiler alone: `python -m` what they are for.
 PROGRAMS = ("__main__", "_worker")
 

@@ -62,17 +62,19 @@ _LAZY = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    from hal.ops import BUILTIN
+if not TYPE_CHECKING:  # type checkers know every name: `hal.nosuch` is an error there too
 
-    if name in BUILTIN:
-        value = import_module("hal.registry._dispatch").dispatcher(name)
-    elif name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
-    else:
-        raise AttributeError(f"module 'hal' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        from hal.ops import BUILTIN
+
+        if name in BUILTIN:
+            value = import_module("hal.registry._dispatch").dispatcher(name)
+        elif name in _LAZY:
+            value = getattr(import_module(_LAZY[name]), name)
+        else:
+            raise AttributeError(f"module 'hal' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
