@@ -181,7 +181,8 @@ def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
     """Table -> what makes its rows: one for each op that the device has peers for, by the op's name."""
     if _kind(device) == "cpu":
         cpu = importlib.import_module("hal.bench.cpu")
-        several = {op: partial(cpu.engine, op) for op in cpu.ENGINE}
+        engine = importlib.import_module("hal.bench.cpu_engine")
+        several = {op: partial(engine.engine, op) for op in engine.ENGINE}
         return {**{n: getattr(cpu, n) for n in cpu.OPS}, **several, "dispatch": cpu.dispatch}
     cuda = importlib.import_module("hal.bench.cuda")
     found = {n: getattr(importlib.import_module(m), n) for m, names in _CUDA.items() for n in names}

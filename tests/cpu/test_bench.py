@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hal import HalError, bench
-from hal.bench import cpu
+from hal.bench import cpu, cpu_engine
 from hal.ops import BUILTIN, spec
 from hal.registry._isolate import State
 from hal.registry._table import live
@@ -54,7 +54,7 @@ def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]
     assert "1.50 x" in shown
 
 
-@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", *cpu.ENGINE, "dispatch"])
+@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", *cpu_engine.ENGINE, "dispatch"])
 def test_every_table_runs(table: str) -> None:
     assert bench.main(table, quick=True, json=True) == 0
 
@@ -88,7 +88,7 @@ def test_every_op_has_a_table_on_a_gpu() -> None:
 
 
 def test_attention_is_timed_beside_torchs_own() -> None:
-    (row,) = cpu.engine("decode_attention", quick=True)
+    (row,) = cpu_engine.engine("decode_attention", quick=True)
     assert set(row["wall_us"]) == {"hal", "reference", "eager, fused"}
 
 
