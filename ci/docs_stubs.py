@@ -48,7 +48,7 @@ def function(op: str, more: list[str], method: bool = False) -> str:
     for p in s.parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        default = "" if p.default is inspect.Parameter.empty else f" = {_literal(p.default)}"
+        default = "" if p.default is inspect.Parameter.empty else f" = {literal(p.default)}"
         parts.append(f"{p.name}: {p.annotation}{default}")
     if more:
         parts += ["*", *more] if "*" not in parts else more
@@ -56,7 +56,7 @@ def function(op: str, more: list[str], method: bool = False) -> str:
     return textwrap.indent(text, "    " * method)
 
 
-def _literal(value: object) -> str:
+def literal(value: object) -> str:
     text = repr(value)
     if isinstance(value, str):
         return f'"{value}"'
