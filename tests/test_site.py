@@ -132,7 +132,7 @@ def test_links_are_settled() -> None:
 def test_metadata_with_a_relative_link_is_refused() -> None:
     """As ci/wheel looks at them."""
     names: dict[str, Any] = {"__name__": "hal_ci_wheel"}
-    exec(compile((ROOT / "ci/wheel.py").read_text("utf-8"), "ci/wheel.py", "exec"), names)
+    exec(compile((ROOT / "ci/wheel_check.py").read_text("utf-8"), "ci/wheel_check.py", "exec"), names)
     head = (
         "Metadata-Version: 2.4\nName: a\nVersion: 1\nSummary: s\nKeywords: k\nClassifier: Typing :: Typed\n"
     )

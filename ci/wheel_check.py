@@ -1,4 +1,4 @@
-"""Looks at an installed wheel and its source, from an empty directory: ``python ci/wheel.py dist/*.whl dist/*.tar.gz``.
+"""Looks at an installed wheel and its source, from an empty directory: ``ci/wheel_check.py dist/*.whl dist/*.tar.gz``.
 
 One top-level package; every module of it imports, or fails for nothing but a distribution that is not installed; every
 entry point leads to something; no symbolic link and no test is inside; what type checkers and the suite need is. The
