@@ -1,4 +1,4 @@
-"""Writes docs/ops and README's table from what they tell of: ``python ci/docs.py``; ``--check`` only compares.
+"""Writes docs/ops, docs/api.md, tables and the stubs from their sources; ``python ci/docs.py --check`` only compares.
 
 Sources: the contracts (`OpSpec`), the manifests of hal's own backends, the conformance reports under docs/conformance
 and bench/results, the timings under bench/results. Nothing depends on the machine that runs it.
@@ -10,11 +10,14 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
+
+import docs_api
+import docs_stubs
+from docs_text import ROOT, described, markdown, sections, table
 
 from hal._errors import ArgumentError
 from hal._library import forms
@@ -24,12 +27,10 @@ from hal.ops._spec import SHORT, OpSpec, PoolArg, ScaleArg, TensorArg, ValueArg
 from hal.registry import Backend
 from hal.registry._discover import BUILTIN as BACKENDS
 
-ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- ops: written by ci/docs -->\n", "<!-- /ops -->"
 STRIDES = {"contiguous": "contiguous", "inner": "last dim contiguous", "any": "any"}
 _DERIVED = ("op", "bytes", "gbs", "tflops", "target", "ratio")
 """Fields of a timing that say nothing of its case."""
-SECTIONS = ("Args", "Returns", "Raises", "Example", "Source")
 
 
 # --- sources ----------------------------------------------------------------------------------------
@@ -104,36 +105,6 @@ def signature(s: OpSpec) -> str:
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.signature.parameters.values()]
     extra = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)
     return f"{s.name}{inspect.Signature([*bare, extra])}"
-
-
-def sections(doc: str) -> dict[str, str]:
-    """A docstring by section; the first, without a name, is what comes before."""
-    found: dict[str, list[str]] = {"": []}
-    name = ""
-    for line in doc.splitlines():
-        match = re.fullmatch(rf"({'|'.join(SECTIONS)}):\s*(.*)", line)
-        if match:
-            name = match[1]
-            found[name] = [match[2]]
-        else:
-            found[name].append(line)
-    return {n: inspect.cleandoc("\n".join(lines)) for n, lines in found.items()}
-
-
-def markdown(text: str) -> str:
-    return text.replace("``", "`")
-
-
-def described(args: str) -> str:
-    """The arguments' descriptions as a list."""
-    items: list[str] = []
-    for line in args.splitlines():
-        match = re.match(r"(\w[\w, ]*): (.*)", line)
-        if match:
-            items.append(f"- `{match[1]}`: {match[2]}")
-        else:
-            items.append("  " + line.strip())
-    return markdown("\n".join(items))
 
 
 def arguments(s: OpSpec) -> str:
@@ -280,13 +251,6 @@ def speed(s: OpSpec) -> str:
     return "## Speed\n\n" + ("\n\n".join(told) if told else "No timing of it is committed yet.")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines
-    )
-
-
 # --- the tables of all ops --------------------------------------------------------------------------
 
 
@@ -344,7 +308,13 @@ def readme() -> str:
 def written() -> dict[str, str]:
     """Path -> text of everything that is generated."""
     pages = {f"docs/ops/{op}.md": page(op) for op in BUILTIN}
-    return {**pages, "docs/ops/README.md": index(), "README.md": readme()}
+    return {
+        **pages,
+        "docs/ops/README.md": index(),
+        "README.md": readme(),
+        **docs_stubs.written(),
+        **docs_api.written(),
+    }
 
 
 def drifted() -> list[str]:

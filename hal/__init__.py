@@ -5,6 +5,7 @@ Importing this package imports nothing but the standard library; everything else
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from hal._subinterpreter import refuse as _refuse_subinterpreter
 from hal._version import __version__
 
 _refuse_subinterpreter()
+# What torch says on being imported where numpy is absent, which hal's base install does without.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
 if TYPE_CHECKING:
     from hal._api import (
@@ -62,17 +65,19 @@ _LAZY = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    from hal.ops import BUILTIN
+if not TYPE_CHECKING:  # type checkers know every name: `hal.nosuch` is an error there too
 
-    if name in BUILTIN:
-        value = import_module("hal.registry._dispatch").dispatcher(name)
-    elif name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
-    else:
-        raise AttributeError(f"module 'hal' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        from hal.ops import BUILTIN
+
+        if name in BUILTIN:
+            value = import_module("hal.registry._dispatch").dispatcher(name)
+        elif name in _LAZY:
+            value = getattr(import_module(_LAZY[name]), name)
+        else:
+            raise AttributeError(f"module 'hal' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
 """The signatures of the dispatched ops, for type checkers and editors alone: `hal.<op>` is generated.
 
-A test compares each with its contract.
+Written by ci/docs from the contracts.
 """
+
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -45,40 +47,6 @@ def kv_transfer(
     method: str = "auto",
     backend: str | None = None,
 ) -> None: ...
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    *,
-    scale: float,
-    sliding_window: int = -1,
-    logit_cap: float = 0.0,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor: ...
-def extend_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = True,
-    sliding_window: int = -1,
-    logit_cap: float = 0.0,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor: ...
 def write_req_to_token(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -207,3 +175,60 @@ def kv_move(
     layers: range | None = None,
     backend: str | None = None,
 ) -> None: ...
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+
+class TorchOps:
+    """What `hal.torch_ops` returns."""
+
+    get_last_loc = staticmethod(get_last_loc)
+    assign_extend_cache_locs = staticmethod(assign_extend_cache_locs)
+    rope_kv_write = staticmethod(rope_kv_write)
+    kv_transfer = staticmethod(kv_transfer)
+    write_req_to_token = staticmethod(write_req_to_token)
+    compute_positions = staticmethod(compute_positions)
+    build_kv_indices = staticmethod(build_kv_indices)
+    build_kv_indices_from_blocks = staticmethod(build_kv_indices_from_blocks)
+    build_page_table = staticmethod(build_page_table)
+    alloc_extend = staticmethod(alloc_extend)
+    alloc_decode = staticmethod(alloc_decode)
+    kv_write = staticmethod(kv_write)
+    mla_kv_write = staticmethod(mla_kv_write)
+    mla_rope_kv_write = staticmethod(mla_rope_kv_write)
+    qk_norm_rope_kv_write = staticmethod(qk_norm_rope_kv_write)
+    kv_move = staticmethod(kv_move)
+    decode_attention = staticmethod(decode_attention)
+    extend_attention = staticmethod(extend_attention)
+    def __iter__(self) -> Iterator[str]: ...

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from hal.ops._spec import OpSpec, PoolArg, ScaleArg, TensorArg
 from hal.registry._dispatch import Bound, dispatcher, parameters
 from hal.registry._table import live
 
+if TYPE_CHECKING:
+    from hal._api import TorchOps
+
 NAMESPACE = "hal"
 _TYPES = {bool: "bool", int: "SymInt", float: "float", str: "str"}
 
@@ -35,7 +38,7 @@ _dispatched: dict[str, Callable[..., Any]] = {}
 """``hal.<op>`` of each, as it was when `torch_ops` was last called: a plugin may be exchanged, a kernel not."""
 
 
-def torch_ops() -> Bound:
+def torch_ops() -> TorchOps:
     """The ops as `torch.compile` and `torch.export` know them: opaque, with no graph break, on any backend.
 
     The functions take the arguments of ``hal.<op>`` and give the same results. Each is one node of a graph,
@@ -75,7 +78,7 @@ def torch_ops() -> Bound:
                     raise HalError(f"hal: torch_ops: {op} is registered already, with another schema")
                 known = _registered[op] = spec, _register(spec, define=known is None)
             functions[op] = known[1]
-    return Bound(functions, lacking)
+    return cast("TorchOps", Bound(functions, lacking))
 
 
 # --- what a schema can say --------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def _replay(folder: Path, backend: str, device: str | None) -> int:
 @app.command()
 def bench(
     op: Annotated[
-        str | None, typer.Argument(help="An op, or dispatch; none: all tables of the device.")
+        str | None, typer.Argument(help="An op, or another table of the device; none: all of them.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,

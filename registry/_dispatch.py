@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -28,7 +28,10 @@ from hal.registry._select import Verdict
 from hal.registry._table import CHECKS, Table, live
 
 if TYPE_CHECKING:
+    from hal._bound import Ops
     from hal.registry._select import Explanation
+else:
+    Ops = object
 
 # Names with an underscore are ours: no parameter of an op has one.
 _TEMPLATE = """
@@ -189,8 +192,11 @@ class _SeveralReadyError(SelectionError):
     """An op without an example has several ready implementations."""
 
 
-class Bound:
-    """A frozen namespace of functions, by op: ``hal.bind``'s result."""
+class Bound(Ops):
+    """A frozen namespace of functions, by op: ``hal.bind``'s result.
+
+    Type checkers know hal's own ops; a plugin's is ``getattr(ops, "its_name")`` to them.
+    """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], lacking: Mapping[str, Exception]) -> None:
         self.__dict__.update(functions)
@@ -199,11 +205,13 @@ class Bound:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a bound namespace is frozen")
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        lacking = self.__dict__.get("_lacking", {})
-        if name in lacking:
-            raise lacking[name].with_traceback(None)
-        raise AttributeError(f"no op {name}{_env.did_you_mean(name, [*self, *lacking])}")
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            lacking = self.__dict__.get("_lacking", {})
+            if name in lacking:
+                raise lacking[name].with_traceback(None)
+            raise AttributeError(f"no op {name}{_env.did_you_mean(name, [*self, *lacking])}")
 
     def __iter__(self) -> Iterator[str]:
         return (n for n in self.__dict__ if n != "_lacking")
@@ -216,7 +224,7 @@ def bind(
     device: str | torch.device,
     backend: str | None = None,
     like: Mapping[str, Any] | None = None,
-    checks: str = "off",
+    checks: Literal["off", "args", "full"] = "off",
 ) -> Bound:
     """The backend's own functions, with no wrapper around them: ``ops = hal.bind("cuda"); ops.rope_kv_write(...)``.
 

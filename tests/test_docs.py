@@ -63,7 +63,9 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
 
 @pytest.mark.skipif(not README.exists(), reason="no README.md here")
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("page", ["README.md", "docs/engines.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/engines.md", "docs/environment.md", "docs/sliding-window.md"]
+)
 def test_page_runs(page: str) -> None:
     """Blocks marked ``python notest`` need what is not here: an engine, a model."""
     names: dict[str, object] = {}

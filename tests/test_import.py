@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,32 @@ def test_pytest_plugin_declares_options_alone() -> None:
     """Another's pytest run loads our plugin too, by its entry point: it must not pay for torch."""
     got = modules("import hal.conformance.pytest_plugin")
     assert not top(got) & {"torch", "triton", "numba", "transformers", "numpy", "hypothesis"}
+
+
+CALL = "import torch; t = torch.ones(1, 2, dtype=torch.int32); hal.get_last_loc(t, t[0], t[0], backend='reference')"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "import torch"],
+        ["-c", f"import hal; {CALL}"],
+        ["-m", "hal", "info"],
+        ["-m", "hal", "doctor", "--backend", "reference", "--op", "get_last_loc"],
+        ["-m", "hal", "explain", "get_last_loc"],
+    ],
+    ids=["torch alone", "op", "info", "doctor", "explain"],
+)
+def test_an_absent_numpy_is_not_warned_of(arguments: list[str], tmp_path: Path) -> None:
+    """The base install has none; torch says so on being imported, but for hal."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    ran = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ("Failed to initialize NumPy" in ran.stderr) == (arguments[-1] == "import torch"), ran.stderr
 
 
 def test_a_subinterpreter_is_refused() -> None:

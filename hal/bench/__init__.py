@@ -10,6 +10,7 @@ output is checked before it is timed.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json as _json
 import os
@@ -20,12 +21,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
 from hal._errors import HalError
-from hal._output import data_output
+from hal._output import check_folder, data_output
 
 Row = dict[str, Any]
 OURS = "hal"
@@ -42,7 +44,8 @@ def main(
     """Runs the tables of a device and shows them.
 
     Args:
-        op: one of the device's tables (an op, ``dispatch``, ``launcher``); None for all.
+        op: one of the device's tables (an op, or of a CPU ``dispatch``, of a GPU ``launcher``,
+            ``programmatic_launch``, ``mla_decode_attention``); None for all.
         device: ``cpu`` or ``cuda``.
         json: print the run as JSON instead of tables.
         plot: a file for the roofline: of rope_kv_write on a CPU a PNG, which needs matplotlib; on CUDA an SVG.
@@ -51,6 +54,9 @@ def main(
 
     Returns:
         0; 1 where ours was wrong or a table broke, which keeps no other from running; 3 if nothing was measured.
+
+    Raises:
+        HalError: no such table or device, the device's backend is not ready, or what `plot` asks for can't be drawn.
     """
     with data_output() if json else nullcontext(sys.stdout) as out:
         return _main(op, device, json, plot, save, quick, out)
@@ -59,9 +65,12 @@ def main(
 def _main(
     op: str | None, device: str, json: bool, plot: str | None, save: str | None, quick: bool, out: TextIO
 ) -> int:
+    _check_backend(device)
     tables = _tables(device)
     if op is not None and op not in tables:
         raise HalError(f"hal: bench: no table {op!r} for {device}; there are {', '.join(tables) or 'none'}")
+    if plot:
+        _check_plot(device, op, Path(plot))
     run = run_of(device, {name: tables[name] for name in ([op] if op else tables)}, quick)
     if json:
         print(_json.dumps(run, indent=1), file=out)
@@ -115,25 +124,71 @@ def draw(run: Row, file: str) -> None:
         plot(run, file)
 
 
+_BOOKKEEPING = ("write_req_to_token", "compute_positions", "build_kv_indices", "alloc_extend", "alloc_decode")
 _CUDA = {
-    "hal.bench.cuda": (
-        "get_last_loc", "assign_extend_cache_locs", "bookkeeping", "rope_kv_write", "kv_transfer", "launcher",
-        "programmatic_launch",
-    ),
+    "hal.bench.cuda": ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer"),
     "hal.bench.cuda_kv": (
-        "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move",
+        "kv_write",
+        "mla_kv_write",
+        "mla_rope_kv_write",
+        "qk_norm_rope_kv_write",
+        "kv_move",
     ),
-}  # fmt: skip
+    "hal.bench.attention": ("decode_attention", "extend_attention"),
+    "hal.bench.mla": ("mla_decode_attention",),
+}
+_CUDA_HOST = ("launcher", "programmatic_launch")
+_DRAWN = {"cpu": ("rope_kv_write",), "cuda": ("rope_kv_write", *_CUDA["hal.bench.cuda_kv"])}
+"""The tables that have a roofline."""
+_FORMATS = {"cpu": (".png", ".pdf", ".svg"), "cuda": (".svg",)}
 
 
-def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
+def _kind(device: str) -> str:
     kind = device.split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise HalError(
             f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work"
         )
-    modules = _CUDA if kind == "cuda" else {"hal.bench.cpu": importlib.import_module("hal.bench.cpu").TABLES}
-    return {n: getattr(importlib.import_module(m), n) for m, names in modules.items() for n in names}
+    return kind
+
+
+def _check_backend(device: str) -> None:
+    """Raises where the backend to be timed can't run at all: a line, instead of one for each table."""
+    from hal.registry._table import live
+
+    kind = _kind(device)
+    state = live.current().entries[kind].state("device")
+    if not state.ready:
+        raise HalError(f"hal: bench: what would be timed, the backend {kind}, is {state}")
+
+
+def _check_plot(device: str, op: str | None, file: Path) -> None:
+    """Raises for a plot that can't be drawn, before hours of work and not after."""
+    from hal.bench.plot import NEEDS
+
+    kind = _kind(device)
+    drawn, formats = _DRAWN[kind], _FORMATS[kind]
+    if op is not None and op not in drawn:
+        raise HalError(f"hal: bench: --plot: {op} on {kind} has no roofline; expected {', '.join(drawn)}")
+    if file.suffix not in formats:
+        raise HalError(f"hal: bench: --plot: expected a file that ends in {', '.join(formats)}; got {file}")
+    if kind == "cpu" and importlib.util.find_spec("matplotlib") is None:
+        raise HalError(f"hal: bench: --plot {NEEDS}")
+    check_folder("bench", "--plot", file.parent)
+
+
+def _tables(device: str) -> dict[str, Callable[..., list[Row]]]:
+    """Table -> what makes its rows: one for each op that the device has peers for, by the op's name."""
+    if _kind(device) == "cpu":
+        cpu = importlib.import_module("hal.bench.cpu")
+        engine = importlib.import_module("hal.bench.cpu_engine")
+        several = {op: partial(engine.engine, op) for op in engine.ENGINE}
+        return {**{n: getattr(cpu, n) for n in cpu.OPS}, **several, "dispatch": cpu.dispatch}
+    cuda = importlib.import_module("hal.bench.cuda")
+    found = {n: getattr(importlib.import_module(m), n) for m, names in _CUDA.items() for n in names}
+    found["build_kv_indices_from_blocks"] = importlib.import_module("hal.bench.block_table").expand
+    found |= {op: partial(cuda.bookkeeping, only=(op,)) for op in _BOOKKEEPING}
+    return {**found, **{n: getattr(cuda, n) for n in _CUDA_HOST}}
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -247,15 +247,19 @@ def _table(op: str, cases: Sequence[tuple[int, int, int]], rounds: int) -> list[
     return out
 
 
-def decode_attention(rounds: int = 25) -> list[Row]:
+def decode_attention(quick: bool = False) -> list[Row]:
     """Rows: batch, device and host microseconds of each; `target` is the ratio to SDPA that FA3 has."""
-    rows = _table("decode_attention", [(bs, 1, keys) for bs, keys in DECODE], rounds)
-    return [{**r, "target": t} for r, t in zip(rows, DECODE_TARGET, strict=True)]
+    cases = DECODE[::5] if quick else DECODE
+    rows = _table("decode_attention", [(bs, 1, keys) for bs, keys in cases], 3 if quick else 25)
+    return [{**r, "target": t} for r, t in zip(rows, DECODE_TARGET[:: 5 if quick else 1], strict=True)]
 
 
-def extend_attention(rounds: int = 15) -> list[Row]:
+def extend_attention(quick: bool = False) -> list[Row]:
     """Rows: batch, device and host microseconds of each."""
-    return _table("extend_attention", [(bs, new, new + prefix) for bs, new, prefix in EXTEND], rounds)
+    cases = EXTEND[-1:] if quick else EXTEND
+    return _table(
+        "extend_attention", [(bs, new, new + prefix) for bs, new, prefix in cases], 3 if quick else 15
+    )
 
 
 def hopper(rounds: int = 9) -> list[Row]:

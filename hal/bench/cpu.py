@@ -23,7 +23,8 @@ from hal.kvpool import KVPool
 from hal.ops import spec
 from hal.ops._judge import right_any
 
-TABLES = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "engine", "dispatch")
+OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
+"""The ops with a table of their own; the others' are `hal.bench.cpu_engine`'s."""
 SIZES = (1, 32, 256, 1024, 4096)
 SHAPES = {
     "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
@@ -345,60 +346,6 @@ def _check_transfer(call: Callable[[], Any], src: KVPool, dst: KVPool, there: Te
 
 
 # --- the host path ----------------------------------------------------------------------------------
-
-
-# --- the ops beyond the core ------------------------------------------------------------------------
-
-_TABLE = {"requests": 512, "width": 8192, "longest": 64}
-_PAGED = {"longest": 64, "page_size": 16}
-_HEADS = {**SHAPES["llama3-8b"], "slots": 8192}
-_CACHED = {"kv_heads": 8, "head_dim": 128, "slots": 8192}
-_MLA = {"lora_dim": 512, "rope_dim": 64, "slots": 8192}
-ENGINE: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "write_req_to_token": ("bs", (1, 32, 256), _TABLE),
-    "compute_positions": ("bs", (1, 32, 256), {"longest": 64}),
-    "build_kv_indices": ("bs", (1, 32, 256), {**_TABLE, "longest": 1024}),
-    "build_kv_indices_from_blocks": ("bs", (1, 32, 256), {"blocks": 64, "longest": 1024}),
-    "build_page_table": ("bs", (1, 32, 256), {"requests": 512, "width": 8192, "pages": 64}),
-    "alloc_extend": ("bs", (1, 32, 256), _PAGED),
-    "alloc_decode": ("bs", (1, 32, 256), _PAGED),
-    "kv_write": ("n", (1, 16, 256), _CACHED),
-    "mla_kv_write": ("n", (1, 16, 256), _MLA),
-    "mla_rope_kv_write": ("n", (1, 16, 256), {**_MLA, "q_heads": 16, "max_positions": 4096}),
-    "qk_norm_rope_kv_write": ("n", (1, 16, 256), {**_HEADS, "kv_heads": 4, "max_positions": 4096}),
-    "kv_move": ("n", (1, 16, 256), {"num_layers": 8, "heads": 8, "head_dim": 128, "slots": 1024, "page": 16}),
-    "decode_attention": ("bs", (1, 8), {**_HEADS, "slots": 2048, "longest": 256}),
-    "extend_attention": ("bs", (1, 4), {**_HEADS, "slots": 1024}),
-}
-"""Op -> the parameter of its samples that is its size, the sizes, and the rest of its shape."""
-
-
-def engine(quick: bool = False) -> list[Row]:
-    """Against the reference: what the contract says in plain torch, valid indices or not, without a loop in Python."""
-    from importlib import import_module
-
-    rows = []
-    for op, (size, sizes, shape) in ENGINE.items():
-        contract = spec(op)
-        ours = getattr(import_module(f"hal.backends.cpu.{op}"), op)
-        for n in sizes[:1] if quick else sizes:
-            make = partial(contract.make, **{size: n, **shape})
-            impls = {OURS: partial(_by_name, ours), "reference": partial(_by_name, contract.reference)}
-            for name, fn in impls.items():
-                check(op, name, fn, make)
-            calls = {name: partial(fn, _steady(make())) for name, fn in impls.items()}
-            rows.append({"op": op, size: n, **measure(calls, quick)})
-    return rows
-
-
-def _steady(args: dict[str, Any]) -> dict[str, Any]:
-    """`args` that a thousand calls in place leave as large as they are.
-
-    Norms with other weights than 1 would shrink all but the largest until they are subnormal, at which CPUs are slow.
-    """
-    for weight in args.keys() & {"q_weight", "k_weight"}:
-        args[weight].fill_(1)
-    return args
 
 
 def dispatch(quick: bool = False) -> list[Row]:

@@ -13,7 +13,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -430,8 +430,10 @@ def _check_transfer(
 # --- bookkeeping ------------------------------------------------------------------------------------
 
 
-def bookkeeping(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), page: int = 16) -> list[Row]:
-    """Rows: op, bs, device and host microseconds of each op that an engine calls around a batch.
+def bookkeeping(
+    sizes: Iterable[int] = (1, 32, 256, 1024, 4096), page: int = 16, only: Sequence[str] = ()
+) -> list[Row]:
+    """Rows: op, bs, device and host microseconds of each op that an engine calls around a batch, or of `only` these.
 
     Up to 64 new tokens a request (one for alloc_decode), up to 1024 keys for build_kv_indices. SGLang's
     kernels of the same name, on the same work; its create_flashinfer_kv_indices is given kv_indptr, which ours makes:
@@ -449,6 +451,8 @@ def bookkeeping(sizes: Iterable[int] = (1, 32, 256, 1024, 4096), page: int = 16)
         op: str, bs: int, ours: list[tuple[Any, ...]], theirs: Callable[..., None], at: int | None
     ) -> None:
         """`at`: which argument is written; None: the table."""
+        if only and op not in only:
+            return
         spec = ops.spec(op)
         mine = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
         args = ours[0]
@@ -639,7 +643,8 @@ def tables(quick: bool = False) -> dict[str, Any]:
     return {
         "device": properties.name, "multiprocessors": properties.multi_processor_count, "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "launcher": status(), "peers": peers.available(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "copy_gbs": copy_gbs(), "rows": rows,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "copy_gbs": copy_gbs(), "quick": quick,
+        "rows": rows,
     }  # fmt: skip
 
 
@@ -680,6 +685,7 @@ def plot(data: dict[str, Any], path: str) -> None:
         )
     width, height = 640, 360
     where = data.get("device") or data["machine"]["device"]
+    quick = " (quick: no numbers to quote)" if data.get("quick") else ""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height * len(panels)}" '
         'font-family="sans-serif" font-size="11">',
@@ -687,7 +693,7 @@ def plot(data: dict[str, Any], path: str) -> None:
     ]
     for i, (op, series) in enumerate(panels.items()):
         parts.append(
-            f'<g transform="translate(0 {i * height})"><text x="60" y="18">{op}, {where}: GB/s by tokens</text>'
+            f'<g transform="translate(0 {i * height})"><text x="60" y="18">{op}, {where}: GB/s by tokens{quick}</text>'
         )
         parts += [*_panel(series, copy, width, height), "</g>"]
     with open(path, "w") as file:

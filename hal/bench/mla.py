@@ -3,9 +3,10 @@
     python -m hal.bench.mla            check, then device time, at the shapes of DeepSeek-V3 and of a rank of eight
     python -m hal.bench.mla tune       our tiles, at each point
 
-Rows as JSON, a line each: device microseconds by implementation, ours over the fastest peer's, and what bytes and
-products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; outputs are judged by the conformance
-suite's bound before anything is timed. FlashInfer is planned beforehand; ours has no plan.
+Rows as JSON, a line each: device microseconds by implementation, ours over each peer's, and what bytes and products
+cost at least at `COPY` and `PRODUCTS`; `hal bench mla_decode_attention --device cuda` shows them. Pages of 64, spread
+over a pool; outputs are judged by the conformance suite's bound before anything is timed. FlashInfer is planned
+beforehand; ours has no plan.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def check() -> None:
     print(json.dumps({"check": "all", "worst": round(worst, 3)}), flush=True)
 
 
-def row(heads: int, bs: int, keys: int, peers: bool = True) -> dict[str, Any]:
+def row(heads: int, bs: int, keys: int, peers: bool = True, quick: bool = False) -> dict[str, Any]:
     x = Inputs(heads, bs, keys)
     calls = {"hal": x.ours(), **(x.flashinfer() if peers else {})}
     mine = calls["hal"](0).clone()
@@ -127,14 +128,21 @@ def row(heads: int, bs: int, keys: int, peers: bool = True) -> dict[str, Any]:
         found = found[0] if isinstance(found, tuple) else found
         far = float((found.float() - mine.float()).abs().max() / mine.float().abs().max())
         assert far < 0.02, f"{name} differs by {far}"
-    times = device_us(calls, len(x.tables), per_graph=24 if bs * keys > 100_000 else 48)
-    others = [t for name, t in times.items() if name != "hal"]
+    many = 24 if bs * keys > 100_000 else 48
+    times = device_us(calls, len(x.tables), per_graph=many, rounds=3 if quick else 25)
     return {
-        "heads": heads, "bs": bs, "keys": keys, **{name: round(t, 2) for name, t in times.items()},
-        "ratio": round(times["hal"] / min(others), 3) if others else None,
-        "bytes": round(bs * keys * 1152 / COPY, 1), "flops": round(2 * bs * keys * heads * 1088 / PRODUCTS, 1),
-        "host": round(host_us({"hal": calls["hal"]}, count=120)["hal"], 1),
+        "op": "decode_attention", "rows": "mla", "heads": heads, "bs": bs, "keys": keys, "device_us": times,
+        "host_us": host_us({"hal": calls["hal"]}, count=120),
+        "ratio": {name: times["hal"] / t for name, t in times.items() if name != "hal"},
+        "least_us": {"bytes": bs * keys * 1152 / COPY, "flops": 2 * bs * keys * heads * 1088 / PRODUCTS},
     }  # fmt: skip
+
+
+def mla_decode_attention(quick: bool = False) -> list[dict[str, Any]]:
+    """The rows of `POINTS`, after a first look that MLA's rows come out right at all."""
+    if not quick:
+        check()
+    return [row(*point, quick=quick) for point in (POINTS[:1] if quick else POINTS)]
 
 
 def main(arguments: list[str]) -> None:

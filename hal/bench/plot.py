@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from hal._errors import HalError
 
+NEEDS = "needs matplotlib — pip install 'hal-kernels[bench]'"
 _COLOURS = {
     "hal": "#d1495b",
     "torch.compile": "#edae49",
@@ -24,7 +26,7 @@ def roofline(run: dict[str, Any], file: str) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise HalError("hal: bench --plot needs matplotlib — pip install matplotlib") from None
+        raise HalError(f"hal: bench: --plot {NEEDS}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -35,8 +37,9 @@ def roofline(run: dict[str, Any], file: str) -> None:
     groups = {k: v for k, v in groups.items() if len(v) > 1}
     if not groups:
         raise HalError("hal: bench --plot needs the table rope_kv_write of a CPU run")
+    inches = 4.2 * len(groups)
     figure, axes = plt.subplots(
-        1, len(groups), figsize=(4.2 * len(groups), 4.2), sharey=True, squeeze=False, layout="constrained"
+        1, len(groups), figsize=(inches, 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, ((model, dtype), some) in zip(axes[0], groups.items(), strict=True):
         tokens = [r["tokens"] for r in some]
@@ -54,9 +57,14 @@ def roofline(run: dict[str, Any], file: str) -> None:
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("GB/s read and written")
     axes[0][0].legend(frameon=False)
-    about = run["machine"]
-    figure.suptitle(
-        f"rope_kv_write on {about['cpu']}, {about['threads']} threads, best of all calls", fontsize=11
-    )
+    figure.suptitle(title(run, inches), fontsize=11)
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def title(run: dict[str, Any], inches: float) -> str:
+    """What was measured where, in lines that fit a figure of that width at 11 points."""
+    about = run["machine"]
+    told = f"rope_kv_write on {about['cpu']}, {about['threads']} threads, best of all calls"
+    quick = ["quick: few rounds, no numbers to quote"] if run.get("quick") else []
+    return "\n".join([*textwrap.wrap(told, int(inches * 11)), *quick])

@@ -251,7 +251,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             runs.append(_spawn(engine, options))
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("HAL_COMMIT") or _commit(),
+        "commit": os.environ.get("GIT_COMMIT") or _commit(),
         "shape": options.shape,
         "dtype": options.dtype,
         "vllm": json.loads(options.vllm),

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from hal import HalError, bench
-from hal.bench import cpu
+from hal.bench import cpu, cpu_engine
 from hal.ops import BUILTIN, spec
+from hal.registry._isolate import State
+from hal.registry._table import live
 
 
 def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,12 +54,12 @@ def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]
     assert "1.50 x" in shown
 
 
-@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", "engine", "dispatch"])
+@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", *cpu_engine.ENGINE, "dispatch"])
 def test_every_table_runs(table: str) -> None:
     assert bench.main(table, quick=True, json=True) == 0
 
 
-@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), (None, "npu")])
+@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), (None, "npu"), ("engine", "cpu")])
 def test_what_it_does_not_have(op: str | None, device: str) -> None:
     with pytest.raises(HalError, match="hal: bench"):
         bench.main(op, device=device)
@@ -73,8 +75,63 @@ def test_a_wrong_output_is_never_timed() -> None:
         cpu._check_transfer(lambda: None, t, u, torch.arange(4), torch.arange(4))
 
 
-def test_every_op_of_the_backend_has_a_table() -> None:
-    assert {*cpu.TABLES[:4], *cpu.ENGINE} == {*BUILTIN}
+def test_every_op_has_a_table() -> None:
+    assert {*bench._tables("cpu")} == {*BUILTIN, "dispatch"}
+
+
+def test_every_op_has_a_table_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    tables = bench._tables("cuda")
+    # Nobody has a kernel to put beside it.
+    assert {*BUILTIN} - {*tables} == {"build_page_table"}
+    assert {*tables} - {*BUILTIN} == {"launcher", "programmatic_launch", "mla_decode_attention"}
+
+
+def test_attention_is_timed_beside_torchs_own() -> None:
+    (row,) = cpu_engine.engine("decode_attention", quick=True)
+    assert set(row["wall_us"]) == {"hal", "reference", "eager, fused"}
+
+
+def test_without_its_backend_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment without ``hal-kernels[cpu]``: before any table, not once for each."""
+    entry = live.current().entries["cpu"]
+    state = State("absent", "needs numba>=0.62.1", 'pip install "hal-kernels[cpu]"')
+    monkeypatch.setattr(type(entry), "state", lambda self, lane="device": state)
+    with pytest.raises(HalError) as told:
+        bench.main()
+    assert str(told.value) == (
+        "hal: bench: what would be timed, the backend cpu, is absent: needs numba>=0.62.1 — "
+        'pip install "hal-kernels[cpu]"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "file", "why"),
+    [
+        (None, "a.png", r"needs matplotlib — pip install 'hal-kernels\[bench\]'"),
+        ("kv_write", "a.png", "kv_write on cpu has no roofline"),
+        (None, "a.jpeg", r"ends in \.png"),
+        (None, "no/folder/a.png", "a folder that can be written"),
+    ],
+)
+def test_a_plot_is_refused_before_the_run(
+    op: str | None, file: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run_of", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "matplotlib" in why else object())
+    (tmp_path / "no").touch()
+    with pytest.raises(HalError, match=why):
+        bench.main(op, plot=str(tmp_path / file))
+
+
+def test_a_plot_says_what_it_is() -> None:
+    from hal.bench.plot import title
+
+    run = {"machine": {"cpu": "A very long name of a processor, " * 3, "threads": 2}, "quick": True}
+    lines = title(run, 4.2).splitlines()
+    assert lines[-1] == "quick: few rounds, no numbers to quote"
+    assert all(len(line) <= 46 for line in lines)
+    assert "quick" not in title({**run, "quick": False}, 4.2)
 
 
 def test_measure_tells_fast_from_slow() -> None:
@@ -106,7 +163,9 @@ def test_a_table_that_breaks_stops_no_other(
 def test_plot_of_a_gpu(tmp_path: Path) -> None:
     row = {"op": "an_op", "tokens": 16, "device_gbs": {"hal": 9.0, "copy": 10.0}}
     bench.draw({"machine": {"device": "Some GPU"}, "rows": [row]}, str(tmp_path / "a.svg"))
-    assert "an_op, Some GPU: GB/s by tokens" in (tmp_path / "a.svg").read_text()
+    assert "an_op, Some GPU: GB/s by tokens<" in (tmp_path / "a.svg").read_text()
+    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row], "quick": True}, str(tmp_path / "a.svg"))
+    assert "GB/s by tokens (quick: no numbers to quote)<" in (tmp_path / "a.svg").read_text()
 
 
 def test_plot(tmp_path: Path) -> None:
@@ -121,7 +180,7 @@ def test_plot(tmp_path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        with pytest.raises(HalError, match="pip install matplotlib"):
+        with pytest.raises(HalError, match="hal-kernels"):
             roofline(run, str(tmp_path / "a.png"))
         return
     roofline(run, str(tmp_path / "a.png"))

@@ -47,7 +47,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
 def test_the_command_has_them() -> None:
     found = bench._tables("cuda")
     assert {name: found[name] for name in cuda_kv.TABLES} == {n: getattr(cuda_kv, n) for n in cuda_kv.TABLES}
-    assert {"rope_kv_write", "bookkeeping", "launcher"} < set(found)
+    assert {"rope_kv_write", "alloc_decode", "launcher"} < set(found)
 
 
 OTHERS = {

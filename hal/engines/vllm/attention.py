@@ -176,7 +176,7 @@ class HalAttentionImpl(AttentionImpl[Step]):
             self._cache, self._k, self._v = kv_cache, *self._views(kv_cache)
         return self._k, self._v
 
-    def _scales(self, layer: Any) -> dict[str, Tensor]:
+    def _scales(self, layer: Any) -> dict[str, Any]:
         return {} if self.fp8 is None else {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
     def forward(

@@ -7,6 +7,7 @@ from hal.registry import Backend, Impl, hookimpl
 def hal_backend() -> Backend:
     return Backend(
         name="missing-requirement",
+        api=1,
         lanes={"device": ("cpu",)},
         ops={"get_last_loc": Impl("hal_backend_missing_requirement.kernels:get_last_loc")},
         requires=("hal-vendor-runtime>=2",),

@@ -1,31 +1,52 @@
-"""Looks at an installed wheel, from an empty directory: ``python ci/wheel.py dist/hal_kernels-*.whl``.
+"""Looks at an installed wheel and its source, from an empty directory: ``ci/wheel_check.py dist/*.whl dist/*.tar.gz``.
 
 One top-level package; every module of it imports, or fails for nothing but a distribution that is not installed; every
-entry point leads to something; no symbolic link and no test is inside; what type checkers and the suite need is.
+entry point leads to something; no symbolic link and no test is inside; what type checkers and the suite need is. The
+metadata are valid, and their description has no link that would lead nowhere from an index's page.
 """
 
 from __future__ import annotations
 
 import email
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 
 DISTRIBUTION = "hal-kernels"
-NEEDED = ("hal/py.typed", "hal/_api.pyi", "hal/registry/_manifest.py", "hal/backends/cpu/__init__.py")
+NEEDED = (
+    "hal/py.typed",
+    "hal/_api.pyi",
+    "hal/_bound.pyi",
+    "hal/registry/_manifest.py",
+    "hal/backends/cpu/__init__.py",
+)
 # Run on being imported, or by a foreign compiler alone: `python -m` what they are for.
 PROGRAMS = ("__main__", "_worker")
 
 
-def main(wheel: str) -> int:
+SOURCES = (
+    "LICENSE",
+    "README.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+    "setup.py",
+    "ci/docs_text.py",
+    "tests/conftest.py",
+)
+
+
+def main(wheel: str, sdist: str) -> int:
     wrong: list[str] = []
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         links = [i.filename for i in archive.infolist() if i.external_attr >> 28 == 0xA]
         info = next(n for n in names if n.endswith(".dist-info/METADATA"))
-        head = email.message_from_bytes(archive.read(info))
+        data = archive.read(info)
+        head = email.message_from_bytes(data)
     top = {n.split("/")[0] for n in names if ".dist-info/" not in n}
     if top != {"hal"}:
         wrong.append(f"top-level names: {sorted(top)}; expected hal alone")
@@ -35,6 +56,15 @@ def main(wheel: str) -> int:
         wrong.append("lacks the licence")
     if head["License-Expression"] != "Apache-2.0":
         wrong.append(f"licence: {head['License-Expression']}")
+
+    wrong += described(data)
+    with tarfile.open(sdist) as source:
+        paths = {n.partition("/")[2]: n for n in source.getnames()}
+        wrong += [f"{os.path.basename(sdist)} lacks {n}" for n in SOURCES if n not in paths]
+        wrong += [f"{os.path.basename(sdist)} has {n}" for n in paths if "__pycache__" in n or ".venv" in n]
+        told = source.extractfile(paths["PKG-INFO"])
+        if told is None or told.read() != data:
+            wrong.append("the source distribution's metadata are not the wheel's")
 
     import hal
 
@@ -74,6 +104,28 @@ def main(wheel: str) -> int:
         f"{os.path.basename(wheel)}: {len(modules)} modules, {len(points)} entry points, {len(wrong)} wrong"
     )
     return int(bool(wrong))
+
+
+def described(data: bytes) -> list[str]:
+    """What is wrong with the metadata that an index shows."""
+    from packaging.metadata import Metadata
+
+    try:
+        found = Metadata.from_email(data, validate=True)
+    except ExceptionGroup as e:
+        return [f"metadata: {x}" for x in e.exceptions]
+    wrong = [
+        f"metadata: no {n}"
+        for n in ("summary", "keywords", "classifiers", "description")
+        if not getattr(found, n)
+    ]
+    if found.description_content_type != "text/markdown":
+        wrong.append(f"metadata: the description's type is {found.description_content_type}")
+    text = re.sub(r"^```.*?^```$", "", found.description or "", flags=re.M | re.S)
+    links = re.findall(r"\]\(([^()\s]+)\)", text)
+    return wrong + [
+        f"the description has a relative link: {x}" for x in links if not re.match("https?://|#", x)
+    ]
 
 
 def each(modules: list[str]) -> list[tuple[str, str]]:
@@ -122,4 +174,4 @@ def forked(code: str, module: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
