@@ -18,7 +18,7 @@ from typing import Any
 from hal import _env
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
-from hal.conformance import _report, _waivers
+from hal.conformance import _report, _waivers, _writers
 from hal.conformance._cases import ALONE, case_list, suite_hash
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._judge import Apart, judge
@@ -174,7 +174,7 @@ def main(
         return 3
     say(_report.terminal(document))
     if report is not None:
-        paths = _report.write(document, Path(report))
+        paths = _writers.write(document, Path(report))
         say("\nwrote " + ", ".join(str(p) for p in paths))
     return _report.exit_code(document["verdict"], certify)
 

@@ -140,7 +140,10 @@ def _check_values(a: Mapping[str, Any]) -> None:
     needed = int((a["end_offsets"].to(torch.int64) - a["start_offsets"]).clamp(min=0).sum())
     if needed > a["out"].shape[0]:
         raise ArgumentError(
-            "assign_extend_cache_locs", "out", f"room for the {needed} slots that the lengths sum to", describe(a["out"])
+            "assign_extend_cache_locs",
+            "out",
+            f"room for the {needed} slots that the lengths sum to",
+            describe(a["out"]),
         )
 
 
