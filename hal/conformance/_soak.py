@@ -41,7 +41,8 @@ def plan(lane: str) -> dict[str, Any]:
     kind = "device" if lane == "device" else "slow"
     calls = CALLS[kind]
     return {
-        "calls": calls, "seconds": SECONDS, "one_in_a_thousand_escapes": round(0.999**calls, 6), "leak_calls": LEAK_CALLS[kind],
+        "calls": calls, "seconds": SECONDS, "one_in_a_thousand_escapes": round(0.999**calls, 6),
+        "leak_calls": LEAK_CALLS[kind],
         "later_seconds": LATER, "later_samples": LATER_SAMPLES[kind],
     }  # fmt: skip
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from hal._errors import HalError
 from hal.conformance._picture import svg
 from hal.conformance._report import (
     MARKS,
     NOTE,
+    SHOWN,
     beyond,
     cell,
     counted,
@@ -25,6 +27,40 @@ from hal.conformance._report import (
 )
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED
 from hal.conformance._waivers import Waiver
+
+
+class Report(dict[str, Any]):
+    """A run's report: plain data, as report.json holds it; a notebook shows it as a picture.
+
+    Example:
+        >>> import hal.conformance
+        >>> report = hal.conformance.Report.read("docs/conformance/cpu/report.json")  # doctest: +SKIP
+    """
+
+    @classmethod
+    def read(cls, path: str | Path) -> Report:
+        """A report.json.
+
+        Raises:
+            HalError: it can't be read, or is no report.
+        """
+        from hal.conformance import _verify
+
+        try:
+            return cls(_verify.read(Path(path)))
+        except (OSError, ValueError) as e:
+            raise HalError(f"hal: conformance: {path}: not a report: {e}") from None
+
+    def _repr_html_(self) -> str:
+        e = html.escape
+        failed = [c for c in self["cases"] if c["outcome"] == FAILED]
+        return (
+            f"<p><b>{e(self['backend'])}</b>, lane {e(self['lane'])}, {e(self['device'])}, {e(self['date'])}: "
+            f"{e(counted(self['verdict']))}</p>"
+            + "".join(map(_failure, failed[:SHOWN]))
+            + (f"<p>and {len(failed) - SHOWN} more</p>" if len(failed) > SHOWN else "")
+            + svg(self["cases"])
+        )
 
 
 def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -114,7 +150,8 @@ def page(report: Mapping[str, Any]) -> str:
     if result["lacking"]:
         lacking = "".join(f"<li>{e(r)}" for r in result["lacking"])
         parts.append(f"<h2>What certification lacks</h2><ul>{lacking}</ul>")
-    shown = matrix(c for c in cases if c["op"] in ops_run(cases))
+    ran = ops_run(cases)
+    shown = matrix([c for c in cases if c["op"] in ran])
     parts.append("<h2>Cases by op and proof</h2><div class=wide><table><tr><th>")
     parts.append("".join(f"<th>{e(proof)}" for proof in proofs_of(cases)))
     for op, row in shown.items():
