@@ -11,9 +11,9 @@ from importlib import metadata
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
 
 from hal._output import data_output
+from hal._show import Grid
 
 
 def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float, as_json: bool) -> int:
@@ -89,11 +89,9 @@ def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[
 
 def _show(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
     console = Console()
-    table = Table("backend", "lane", "op", "", "saw")
-    for r in rows:
-        mark = {True: "[green]ok[/]", False: "[red]wrong[/]", None: "-"}[r["ok"]]
-        table.add_row(r["backend"], r["lane"], r["op"], mark, r["saw"].replace("[", r"\["))
-    console.print(table)
+    marks = {True: "ok", False: "wrong", None: "-"}
+    cells = [(r["op"], r["backend"], r["lane"], marks[r["ok"]], r["saw"]) for r in rows]
+    console.print(Grid("", ("op", "backend", "lane", "", "saw"), cells, ("",)).rich())
     for note in notes:
         console.print(note, markup=False)
 

@@ -20,6 +20,7 @@ from typing import Any
 from hal import _env
 from hal._errors import SelectionError
 
+_HEADS = ("op", "backend", "device", "calls", "captured")
 EVERY = 1.0
 """Seconds between two lines of a process in the file: what a process that is killed may lose."""
 
@@ -59,10 +60,21 @@ class Trace:
             if op in (None, r.op) and (backend is None or r.backend.split("/")[0].split(" ")[0] == backend)
         )
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        from hal._show import Grid, page
+
+        rows = [(r.op, r.backend, r.device, str(r.calls), str(r.captured or "")) for r in self.rows]
+        return page(self._summary(), [Grid("", _HEADS, rows)] if rows else [])
+
+    def _summary(self) -> str:
         if not self.rows:
             return "no op was called"
-        cells = [("op", "backend", "device", "calls", "captured")]
+        return f"reference ran {self.count(backend='reference')} of {self.count()} calls"
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return self._summary()
+        cells = [_HEADS]
         cells += [(r.op, r.backend, r.device, str(r.calls), str(r.captured or "")) for r in self.rows]
         wide = [max(len(row[i]) for row in cells) for i in range(5)]
         lines = [
@@ -71,8 +83,7 @@ class Trace:
             )
             for row in cells
         ]
-        ran = f"reference ran {self.count(backend='reference')} of {self.count()} calls"
-        return "\n".join(["  " + line.rstrip() for line in lines] + [f"  {ran}"])
+        return "\n".join(["  " + line.rstrip() for line in lines] + [f"  {self._summary()}"])
 
 
 def trace(path: str | os.PathLike[str] | None = None, *, reset: bool = False) -> Trace:

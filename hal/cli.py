@@ -7,14 +7,15 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from hal import _complete, _progress
 from hal._errors import ArgumentError, HalError, SelectionError
 from hal._output import check_folder, data_output, fit_terminal
+from hal._show import info_grids, info_head, info_notes
 
 app = typer.Typer(
     name="hal",
@@ -25,16 +26,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 OK, FAILED, USAGE, NOTHING = 0, 1, 2, 3
-_STYLE = {
-    "ready": "green",
-    "absent": "yellow",
-    "unavailable": "yellow",
-    "broken": "red",
-    "incompatible": "red",
-    "on": "green",
-    "off": "dim",
-    "error": "red",
-}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Plain data, for programs.")]
+Ops = Annotated[
+    list[str] | None,
+    typer.Option("--op", help="Only this op; repeat for several.", autocompletion=_complete.ops),
+]
 
 
 def main() -> None:
@@ -73,7 +70,7 @@ def _options(
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """What is here: backends with their states and what would mend them, the op x backend table, the environment."""
     import hal
 
@@ -83,62 +80,26 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Plain data, for p
         return
     data = hal.info(kernels=True)
     console = Console()
-    console.print(
-        f"hal {data['hal']}, torch {data['torch']}, python {data['python']}, lane {data['lane']}",
-        highlight=False,
-    )
-    backends = Table(
-        "backend", "from", "lane", "state", "why, and what would help", title="Backends", title_justify="left"
-    )
-    backends.add_row(
-        "reference", "built-in", "device", "[green]ready[/]", "plain torch on any device; always there"
-    )
-    for b in data["backends"]:
-        for lane, s in b["lanes"].items():
-            why = s["reason"] + (f" — {s['remedy']}" if s["remedy"] else "")
-            backends.add_row(
-                b["name"], b["distribution"], lane, f"[{_STYLE[s['state']]}]{s['state']}[/]", _escape(why)
-            )
-    console.print(backends)
-    names = ["reference", *(b["name"] for b in data["backends"])]
-    ops = Table("op", *names, title="Ops", title_justify="left")
-    for op, row in data["ops"].items():
-        ops.add_row(op, *("\n".join(row[n]) for n in names))
-    console.print(ops)
-    engines = Table(
-        "engine", "installed", "tested with", "state", "why", title="Engines", title_justify="left"
-    )
-    for e in data["engines"]:
-        has = f"{e['distribution']} {e['version']}".strip() or "no"
-        engines.add_row(
-            e["name"], has, e["tested"], f"[{_STYLE[e['state']]}]{e['state']}[/]", _escape(e["reason"])
-        )
-    console.print(engines)
-    environment = Table("variable", "value", "source", title="Environment", title_justify="left")
-    for v in data["environment"]:
-        environment.add_row(v["name"], _escape(v["value"]), v["source"])
-    for name in data["foreign_variables"]:
-        environment.add_row(name, "", "not ours: ignored")
-    console.print(environment)
-    for reason in dict.fromkeys(f["reason"] for f in data["failures"]):
-        which = [f"{f['op']}={f['backend']}" for f in data["failures"] if f["reason"] == reason]
-        console.print(f"broken: {', '.join(which)}: {reason}", markup=False, highlight=False, soft_wrap=True)
-    for b in data["backends"]:
-        for what, said in b["status"].items():
-            console.print(f"{b['name']}: {what}: {said}", markup=False)
-    if data["blocked_plugins"]:
-        console.print(f"kept from loading by HAL_PLUGINS: {', '.join(data['blocked_plugins'])}")
+    console.print(info_head(data), highlight=False)
+    for grid in info_grids(data):
+        console.print(grid.rich())
+    for note in info_notes(data):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Argument(help="An op, e.g. rope_kv_write.")],
+    op: Annotated[str, typer.Argument(help="An op, e.g. rope_kv_write.", autocompletion=_complete.ops)],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(help="As the error texts show them: 'q=bf16[64,32,128]@cuda:0' 'interleaved=True'."),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="As in the call: a backend, or the grammar of HAL_BACKEND.")
+        str | None,
+        typer.Option(
+            help="As in the call: a backend, or the grammar of HAL_BACKEND.",
+            autocompletion=_complete.backends,
+        ),
     ] = None,
 ) -> None:
     """Who would run a call, who would not, and why. Needs no device: arguments are described, not made.
@@ -160,10 +121,13 @@ def explain(
 
 @app.command()
 def doctor(
-    op: Annotated[list[str] | None, typer.Option("--op", help="Only these ops.")] = None,
-    backend: Annotated[list[str] | None, typer.Option("--backend", help="Only these backends.")] = None,
+    op: Ops = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", help="Only these backends.", autocompletion=_complete.backends),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each backend's child process.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Runs every op, small, on every ready backend, each in a child process, and says what it saw."""
     from hal import _doctor
@@ -173,14 +137,19 @@ def doctor(
 
 @app.command()
 def warmup(
-    device: Annotated[str, typer.Option(help="Whose backends to prepare.")] = "cpu",
-    op: Annotated[list[str] | None, typer.Option("--op", help="Only these ops.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Whose backends to prepare.", autocompletion=_complete.devices)
+    ] = "cpu",
+    op: Ops = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Only this backend.", autocompletion=_complete.backends)
+    ] = None,
 ) -> None:
     """Compiles kernels ahead of the first request and shows how long each backend took."""
     import hal
 
-    seconds = hal.warmup(device, ops=op, backend=backend)
+    with _progress.shown(1.0) as bar:
+        seconds = hal.warmup(device, ops=op, backend=backend, progress=bar.at)
     for name, s in seconds.items():
         print(f"{name}: {s:.2f} s")
     if not seconds:
@@ -223,11 +192,20 @@ def demo(
 @app.command()
 def conformance(
     backend: Annotated[
-        str | None, typer.Argument(help="A backend's name, or reference. Not needed with --verify.")
+        str | None,
+        typer.Argument(
+            help="A backend's name, or reference. Not needed with --verify.",
+            autocompletion=_complete.backends,
+        ),
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeat for several.")] = None,
-    lane: Annotated[str | None, typer.Option(help="device, interpreter or lowered.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where, if not the lane's first: cuda:1.")] = None,
+    op: Ops = None,
+    lane: Annotated[
+        str | None, typer.Option(help="device, interpreter or lowered.", autocompletion=_complete.lanes)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where, if not the lane's first: cuda:1.", autocompletion=_complete.devices),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="A folder for report.json, report.xml (JUnit), report.html.")
     ] = None,
@@ -300,13 +278,43 @@ def _replay(folder: Path, backend: str, device: str | None) -> int:
     return golden.exit_code(outcomes)
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="The backend's name, as in HAL_BACKEND: acme.")],
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An op to begin with; repeat for several. Default: get_last_loc.",
+            autocompletion=_complete.ops,
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(help="The device type whose tensors it takes.", autocompletion=_complete.devices),
+    ] = "cpu",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where: empty, or not there. Default: hal-backend-NAME."),
+    ] = None,
+) -> None:
+    """Writes a backend to begin with: package, manifest, a stub of each op, its test, a CI workflow."""
+    from hal import _scaffold
+
+    ops = op or ["get_last_loc"]
+    root, files = _scaffold.make(name, ops, device, folder)
+    print(_scaffold.next_steps(root, name, files, ops))
+
+
 @app.command()
 def bench(
     op: Annotated[
-        str | None, typer.Argument(help="An op, or another table of the device; none: all of them.")
+        str | None,
+        typer.Argument(
+            help="An op, or another table of the device; none: all of them.", autocompletion=_complete.tables
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_complete.devices)] = "cpu",
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(help="The roofline: a PNG (cpu; needs matplotlib) or an SVG (cuda).")
     ] = None,
@@ -325,61 +333,34 @@ def bench(
 
 @app.command()
 def inspect(
-    backend: Annotated[str, typer.Argument(help="A backend, e.g. cuda or ascend.")],
-    kernel: Annotated[str | None, typer.Argument(help="One op; none: all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Plain data, for programs.")] = False,
+    backend: Annotated[
+        str, typer.Argument(help="A backend, e.g. cuda or ascend.", autocompletion=_complete.backends)
+    ],
+    kernel: Annotated[
+        str | None, typer.Argument(help="One op; none: all.", autocompletion=_complete.ops)
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """What kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
+    from hal._tools import manifest_rows, show_rows
+
     with data_output() if as_json else nullcontext(sys.stdout) as out:
-        rows = _manifest_call(backend, "inspect", kernel)
-        _show_rows(rows, as_json, out)
+        rows = manifest_rows(backend, "inspect", kernel)
+        show_rows(rows, as_json, out)
     bad = [r for r in rows if r.get("verdict", "ok") != "ok"]
     raise typer.Exit(NOTHING if not rows else FAILED if bad else OK)
 
 
 @app.command()
-def tune(backend: Annotated[str, typer.Argument(help="A ready backend.")] = "cuda") -> None:
+def tune(
+    backend: Annotated[
+        str, typer.Argument(help="A ready backend.", autocompletion=_complete.backends)
+    ] = "cuda",
+) -> None:
     """Measures this machine once and keeps the cost table that method='auto' reads."""
-    _show_rows(_manifest_call(backend, "tune"), False, sys.stdout)
+    from hal._tools import manifest_rows, show_rows
 
-
-def _manifest_call(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
-    """The rows of a backend's own tool, which its manifest names."""
-    from hal._errors import NoBackendError
-    from hal.registry._discover import resolve
-    from hal.registry._isolate import demand
-    from hal.registry._table import live
-
-    table = live.current()
-    table.parse(backend, "BACKEND={}")
-    entry = table.entries.get(backend)
-    tool = getattr(entry.manifest, what, None) if entry else None
-    if entry is None or tool is None:
-        have = [n for n, e in table.entries.items() if getattr(e.manifest, what, None)]
-        raise SelectionError(
-            f"hal: {what}: {backend} has no such tool; these have: {', '.join(have) or 'none'}"
-        )
-    states = [entry.state(lane) for lane in entry.lanes]
-    # A compiler needs no device: unavailable is no obstacle to looking at what it makes.
-    if (what == "tune" and not entry.state().ready) or all(
-        s.state in ("absent", "broken", "incompatible") for s in states
-    ):
-        raise NoBackendError(f"hal: {what}: {backend} is {entry.state()}")
-    return demand(f"{what}: {backend}", lambda: list(resolve(tool)(*args)))
-
-
-def _show_rows(rows: list[dict[str, Any]], as_json: bool, out: TextIO) -> None:
-    if as_json:
-        print(json.dumps(rows, indent=1, default=str), file=out)
-        return
-    for row in rows:
-        print("  ".join(f"{k}={v}" for k, v in row.items()), file=out)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    show_rows(manifest_rows(backend, "tune"), False, sys.stdout)
 
 
 def _call(module: str, function: str, what: str, extra: str, *args: Any, **kwargs: Any) -> int:

@@ -35,15 +35,15 @@ else:
 
 # Names with an underscore are ours: no parameter of an op has one.
 _TEMPLATE = """
-def {name}({params}backend=None):
+def {name}({lenient}backend=None, **_unknown):
     try:
         _table = _live.table
         _run = _table.caches[{name!r}][backend, _scope(), {key}]
     except Exception:
         # Of a new kind, the first call of all, or of what has no key.
         _run = None
-    if _run is None:
-        return _first({arguments}, backend)
+    if _run is None or _unknown:
+        return _first({arguments}, backend, _unknown)
     if _table.checks:
         if {sizes} or _table.checks == 2:
             _again(_table.checks == 2, {arguments})
@@ -68,6 +68,9 @@ def _key({params}backend=None):
     return backend, _texts(), {key}
 """
 
+_MISSING = object()
+"""What a dispatched function takes for an argument that was not given: its own error would not say what was meant."""
+
 _made: dict[str, tuple[OpSpec, Callable[..., Any]]] = {}
 
 
@@ -87,6 +90,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
         "_live": live,
         "_scope": _scope.scope.get,
         "_texts": _scope.texts,
+        "_missing": _MISSING,
         **KEY_NAMES,
     }
     # Two steps: `_first` needs the key function, and the dispatched function needs `_first`.
@@ -94,8 +98,11 @@ def dispatcher(op: str) -> Callable[..., Any]:
     key = namespace["_key"]
 
     def first(*args: Any) -> Any:
-        *values, backend = args
-        return _first(spec, dict(zip(names, values, strict=True)), backend, key)
+        *values, backend, unknown = args
+        given = {n: v for n, v in zip(names, values, strict=True) if v is not _MISSING}
+        if unknown or len(given) < len(names):
+            spec.bind(**given, **unknown)  # raises, and says what was meant
+        return _first(spec, given, backend, key)
 
     namespace.update(_first=first, _again=_again(spec), _check_sizes=spec.check_sizes)
     exec(compile(_TEMPLATE.format_map(source), f"<hal dispatch of {spec.name}>", "exec"), namespace)
@@ -118,6 +125,7 @@ def _sources(spec: OpSpec) -> dict[str, str]:
     return {
         "name": spec.name,
         "params": parameters(spec),
+        "lenient": parameters(spec, "=_missing"),
         "key": spec.key_source(shaped)[1:-1],
         "arguments": ", ".join(spec.args),
         "sizes": sizes,
@@ -147,8 +155,12 @@ def _again(spec: OpSpec) -> Callable[..., None]:
     return again
 
 
-def parameters(spec: OpSpec) -> str:
-    """The signature's parameters as source, ending in the star that makes ``backend`` keyword-only."""
+def parameters(spec: OpSpec, required: str = "") -> str:
+    """The signature's parameters as source, ending in the star that makes ``backend`` keyword-only.
+
+    Args:
+        required: what follows the name of one without a default.
+    """
     out = []
     star = False
     for p in spec.signature.parameters.values():
@@ -156,7 +168,7 @@ def parameters(spec: OpSpec) -> str:
             out.append("*")
             star = True
         if p.default is p.empty:
-            out.append(p.name)
+            out.append(p.name + required)
         elif p.default is None or isinstance(p.default, bool | int | float | str):
             out.append(f"{p.name}={p.default!r}")
         else:
@@ -460,6 +472,7 @@ def warmup(
     *,
     ops: list[str] | None = None,
     backend: str | None = None,
+    progress: Callable[[float, str], None] | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """Compiles and allocates ahead of the first request.
@@ -470,6 +483,7 @@ def warmup(
         device: as in `bind`.
         ops: those to prepare; None for all.
         backend: one backend; None for all that are ready for the device.
+        progress: called with how much of the whole is done, 0 to 1, and what begins now.
         options: handed to the backend's warm-up, e.g. shapes (see its documentation).
 
     Returns:
@@ -490,7 +504,7 @@ def warmup(
         raise SelectionError(
             f"hal: warmup: unknown backend {backend}{near}; known: {', '.join(table.entries)}"
         )
-    seconds: dict[str, float] = {}
+    ready: list[tuple[str, str | Callable[..., Any]]] = []
     for name, entry in table.entries.items():
         if backend is not None and name != backend:
             continue
@@ -502,14 +516,30 @@ def warmup(
                 raise NoBackendError(f"hal: warmup: {name} is {state} for {kind} in lane {lane}")
             continue
         if manifest.warmup is not None:
-            begin = time.perf_counter()
-            warm = partial(
-                _call, manifest.warmup, list(ops or table.op_names), torch.device(device), **options
-            )
-            demand(f"warmup: {name}", warm)
-            seconds[name] = time.perf_counter() - begin
+            ready.append((name, manifest.warmup))
+    seconds: dict[str, float] = {}
+    for i, (name, target) in enumerate(ready):
+
+        def tell(done: float, what: str, i: int = i, name: str = name) -> None:
+            if progress is not None:
+                progress((i + done) / len(ready), f"{name}: {what}" if what else name)
+
+        tell(0.0, "")
+        begin = time.perf_counter()
+        warm = partial(_warm, target, list(ops or table.op_names), torch.device(device), options, tell)
+        demand(f"warmup: {name}", warm)
+        seconds[name] = time.perf_counter() - begin
     return seconds
 
 
-def _call(target: str | Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return resolve(target)(*args, **options)
+def _warm(
+    target: str | Callable[..., Any],
+    ops: list[str],
+    device: torch.device,
+    options: Mapping[str, Any],
+    tell: Callable[[float, str], None],
+) -> None:
+    """Calls a backend's warm-up; `tell` is for those that have a parameter `progress`."""
+    fn = resolve(target)
+    more = {"progress": tell} if "progress" in inspect.signature(fn).parameters else {}
+    fn(ops, device, **options, **more)

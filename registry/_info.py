@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hal import _env, engines
+from hal._show import info_grids, info_head, info_notes, page
 from hal._version import __version__
 from hal.registry._discover import Entry, resolve
 from hal.registry._isolate import State, attempt
@@ -15,7 +16,14 @@ from hal.registry._manifest import Impl
 from hal.registry._table import Table, live
 
 
-def info(kernels: bool = False) -> dict[str, Any]:
+class Info(dict[str, Any]):
+    """`info`'s result: plain data, which a notebook shows as tables."""
+
+    def _repr_html_(self) -> str:
+        return page(info_head(self), info_grids(self), info_notes(self))
+
+
+def info(kernels: bool = False) -> Info:
     """Everything that an operator asks: backends with states and reasons, the op x backend table, the environment.
 
     Args:
@@ -23,7 +31,7 @@ def info(kernels: bool = False) -> dict[str, Any]:
             tells of those that were asked for so far.
 
     Returns:
-        Plain data, as ``hal info --json`` prints it.
+        Plain data, as ``hal info --json`` prints it; a notebook shows it as tables.
     """
     table = live.current()
     backends = []
@@ -47,19 +55,19 @@ def info(kernels: bool = False) -> dict[str, Any]:
                     failures.append({"op": op, "backend": entry.title(impl), **_state(failed)})
                 cells.append(_cell(entry, impl, failed))
             rows[op][name] = cells or ["unimplemented"]
-    return {
-        "hal": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lane": table.lane,
-        "backends": backends,
-        "ops": rows,
-        "engines": engines.states(),
-        "failures": failures,
-        "environment": [_variable(table, n) for n in _env.VARIABLES],
-        "foreign_variables": list(table.environment.foreign),
-        "blocked_plugins": list(table.found.blocked),
-    }
+    return Info(
+        hal=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        lane=table.lane,
+        backends=backends,
+        ops=rows,
+        engines=engines.states(),
+        failures=failures,
+        environment=[_variable(table, n) for n in _env.VARIABLES],
+        foreign_variables=list(table.environment.foreign),
+        blocked_plugins=list(table.found.blocked),
+    )
 
 
 def _cell(entry: Entry, impl: Impl, failed: State | None) -> str:

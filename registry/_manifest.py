@@ -86,7 +86,8 @@ class Backend:
         extra: the extra of its distribution that brings them, for the remedy in messages.
         probe: ``"pkg.module:function"``: () -> None, or why the lane ``device`` can't run here; or lane -> such.
         limits: what `supports` may refuse, by name -> a sentence. A refusal starts with one of these names.
-        warmup: ``"pkg.module:function"``: (ops, device, **options) -> None; compiles and allocates ahead of time.
+        warmup: ``"pkg.module:function"``: (ops, device, **options) -> None; compiles and allocates ahead of time. If it
+            has a parameter ``progress``, it gets a function to call with how much is done, 0 to 1, and what begins now.
         inspect: ``"pkg.module:function"``: (kernel: str | None) -> rows for ``hal inspect``.
         tune: ``"pkg.module:function"``: () -> rows; measures this machine for ``hal tune``.
         status: ``"pkg.module:function"``: () -> mapping of what an operator should know where the backend is ready

@@ -65,14 +65,23 @@ def enter(text: str, frame: FrameType | None) -> Block:
     block = Block(text)
     while frame is not None and frame.f_globals.get("__name__") == "contextlib":  # an ExitStack, say
         frame = frame.f_back
-    block.frame = frame if frame is not None and _pauses(frame) else None
-    _set((block, *_blocks()))
+    pauses = frame is not None and frame.f_code.co_flags & GENERATOR and _pauses(frame)
+    block.frame = frame if pauses else None
+    found = scope.get()
+    if pauses or isinstance(found, Mixed):
+        _set((block, *_blocks()))
+    else:
+        scope.set((block, *found))
     return block
 
 
 def leave(block: Block) -> None:
     """Ends it, whichever blocks began after it. In another context than it began in there is nothing to end."""
-    _set(tuple(b for b in _blocks() if b is not block))
+    found = scope.get()
+    if not isinstance(found, Mixed) and found and found[0] is block:
+        scope.set(found[1:])
+    else:
+        _set(tuple(b for b in _blocks() if b is not block))
 
 
 def caller(depth: int = 2) -> FrameType | None:

@@ -66,6 +66,16 @@ class Explanation:
             lines.append(f"  asked by {self.asked_by}")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from hal._show import Grid, page
+
+        head, *_, last = str(self).splitlines()
+        rows = [
+            (v.name, v.lane, v.state, v.reason + (f" — {v.remedy}" if v.remedy else ""))
+            for v in self.verdicts
+        ]
+        return page(head, [Grid("", ("backend", "lane", "state", "why"), rows)], [last.strip()])
+
     def _advice(self) -> str:
         if self.chosen:
             return ""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hal._remote.target import Bound, DirectTarget, always
-from hal.conformance import _report, _waivers, main
+from hal.conformance import _picture, _report, _waivers, _writers, main
 from hal.conformance._arena import POISONS, ZONE, Arena, Room, extent, place
 from hal.conformance._cases import DEVICE_PROOFS, PROOFS, case_list, cases_of, suite_hash
 from hal.conformance._proofs import pure_outputs, run_case
@@ -569,10 +569,19 @@ def test_the_pytest_form(tmp_path: Path) -> None:
     base = ["-m", "pytest", *plugin, "-q", "-p", "no:cacheprovider", "--pyargs", "hal.conformance"]
     got = run([*base, "--hal-backend", "reference", "--hal-op", "get_last_loc"], tmp_path)
     assert got.returncode == 0, got.stdout
-    assert "65 passed, 5 skipped" in got.stdout
+    assert "72 passed, 5 skipped" in got.stdout
     none = run(base, tmp_path)
     assert none.returncode != 0
     assert "--hal-backend" in none.stdout + none.stderr
+    for options, says in (
+        (["--hal-backend", "referense"], "unknown backend referense (did you mean reference?)"),
+        (["--hal-backend", "reference", "--hal-op", "get_lost_loc"], "unknown op get_lost_loc (did you mean"),
+    ):
+        typo = run([*base, *options], tmp_path)
+        assert typo.returncode == 4
+        assert says in typo.stderr
+        assert len((typo.stdout + typo.stderr).split("\n", 1)[0]) < 400
+        assert (typo.stdout + typo.stderr).strip().count("\n") == 0
 
 
 def test_the_pytest_plugin_is_light() -> None:
@@ -595,7 +604,7 @@ def test_junit_and_html_hold_what_failed() -> None:
         for c, o, r in zip(
             CASES,
             (PASSED, FAILED, REFUSED, NOT_RUN),
-            ("", "q[0]: 1 < 2 & wrong\x00", "no", "why"),
+            ("", "q[0]: 1 < 2 & wrong\x00\nat line 3", "no", "why"),
             strict=True,
         )
     ]
@@ -612,10 +621,10 @@ def test_junit_and_html_hold_what_failed() -> None:
     }  # fmt: skip
     from xml.etree import ElementTree
 
-    root = ElementTree.fromstring(_report.junit(document))
+    root = ElementTree.fromstring(_writers.junit(document))
     assert [s.attrib["failures"] for s in root] == ["1", "0"]
     assert [s.attrib["skipped"] for s in root] == ["1", "1"]
-    html = _report.page(document)
+    html = _writers.page(document)
     assert "<script" not in html
     assert "http" not in html
     assert "q[0]: 1 &lt; 2 &amp; wrong" in html
@@ -625,6 +634,53 @@ def test_junit_and_html_hold_what_failed() -> None:
     assert "own_op" in text
     assert "own_op" in html
     assert "1/2 1 FAILED" in _report.cell({PASSED: 1, FAILED: 1})
+    # What failed comes first: in a line, how to run it again, the rest; what has not run comes last.
+    order = ("Failed: 1", "q[0]: 1 &lt; 2", "import &lt;x&gt;", "<pre>at line 3</pre>", "<svg", "Not run: 1")
+    places = [html.index(part) for part in order]
+    assert places == sorted(places)
+    assert text.index("FAILED op_a/value/y") < text.index("    import <x>") < text.index("  at line 3")
+
+
+def test_the_picture_has_a_square_for_each_op_and_feature() -> None:
+    rows: list[dict[str, Any]] = [
+        {"op": op, "proof": proof, "tag": tag, "outcome": outcome}
+        for op, proof, tag, outcome in (
+            ("a", "value", "required", PASSED), ("a", "pages", "required", NOT_APPLICABLE),
+            ("a", "value", "feature:fp8", REFUSED), ("a", "supports", "feature:fp8", PASSED),
+            ("b", "value", "required", PASSED), ("b", "value", "required", FAILED),
+            ("b", "supports", "feature:mla", FAILED), ("c", "value", "required", SIMULATED),
+            ("d", "value", "required", NOT_RUN),
+        )
+    ]  # fmt: skip
+    assert _picture.columns(rows) == ["required", "fp8", "mla"]
+    assert _picture.squares(rows) == {
+        "a": {"required": "passed", "fp8": "refused"}, "b": {"required": "failed", "mla": "failed"},
+        "c": {"required": "simulated"}, "d": {"required": "not run"},
+    }  # fmt: skip
+    picture = _picture.svg(rows)
+    assert picture.count("<rect") == 6 + 5  # and the legend
+    assert "<title>b, mla: failed</title>" in picture
+
+
+def test_a_matrix_has_the_ops_that_ran_and_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "an_op_of_a_name_that_is_long_indeed"
+    rows = [
+        {"op": op, "proof": "value", "tag": "required", "outcome": outcome, "reason": reason}
+        for op, outcome, reason in (
+            ("one", PASSED, ""), (long, PASSED, ""), (long + "_too", FAILED, "no"), ("left", NOT_RUN, "x has no left"),
+            ("out", NOT_RUN, "x has no out"),
+        )
+    ]  # fmt: skip
+    narrow, wide = _report._matrix(rows, 80), _report._matrix(rows, 200)
+    assert max(map(len, narrow)) <= 80
+    for lines in (narrow, wide):
+        heads = [
+            word for line in lines for word in line.split() if word not in ("value", "1", "0/1", "FAILED")
+        ]
+        assert heads == ["one", long, long + "_too"]
+    assert sum(line == "" for line in narrow) == 2
+    assert sum(line == "" for line in wide) == 1
+    assert _report._skipped(rows) == ["", "not run: 2 ops, 2 cases: x has none of these: left, out"]
 
 
 def test_case_list_is_the_ops_in_order() -> None:

@@ -25,7 +25,7 @@ from hal.conformance._result import FAILED
 from hal.conformance._run import execute
 from hal.conformance._sources import code_of
 from hal.conformance._verdict import Ret
-from hal.conformance._worker import last_line
+from hal.conformance._worker import _doing, _tail, _ticks, last_line
 from hal.ops import spec
 
 OP = "get_last_loc"
@@ -214,7 +214,9 @@ def test_a_crash_names_the_author_s_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_hang_names_the_author_s_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = mine(tmp_path, "import time; time.sleep(999)", monkeypatch, "get_last_loc/value/one", 20.0)
-    assert result.reason.startswith(f"hung: no call ended for 20 s at {tmp_path / 'mine.py'}:5 in touch")
+    first, second, *_ = result.reason.splitlines()
+    assert first == f"hung: no call ended for 20 s at {tmp_path / 'mine.py'}:5 in touch"
+    assert second.startswith("it waits, using no processor")
 
 
 def test_slow_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +235,22 @@ def test_slow_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "--timeout gives them longer" in result.reason
 
 
-def test_the_innermost_line_that_is_the_author_s() -> None:
+def test_what_hangs_is_said_to_wait_or_to_compute() -> None:
+    assert "lock" in _doing(0.0)
+    assert "using 99% of a processor" in _doing(0.99)
+    assert "--timeout" in _doing(0.99)
+    assert _doing(None) == ""
+    before = _ticks(os.getpid())
+    if before is None:
+        pytest.skip("no /proc here")
+    while (now := _ticks(os.getpid())) == before:
+        pass
+    assert now is not None
+    assert now > before
+    assert _ticks(2**31 - 1) is None
+
+
+def test_the_innermost_line_that_is_the_author_s(tmp_path: Path) -> None:
     hal = Path(__file__).parent.parent / "hal"
     said = [
         "Fatal Python error: Segmentation fault", "Stack (most recent call first):",
@@ -246,6 +263,16 @@ def test_the_innermost_line_that_is_the_author_s() -> None:
         "_jit.py:2 in run"
     )
     assert last_line(ours).endswith("perform.py:1 in call")
+    package = tmp_path / "acme"
+    (package / "kernels").mkdir(parents=True)
+    (tmp_path / "numpy" / "core").mkdir(parents=True)
+    for folder in (package, package / "kernels", tmp_path / "numpy", tmp_path / "numpy/core"):
+        (folder / "__init__.py").touch()
+    frames = [f'  File "{tmp_path / f}.py", line {i} in f{i}' for i, f in enumerate(
+        ("numpy/core/take", "acme/kernels/tile", "acme/kernels/last", "acme/api"))]  # fmt: skip
+    assert last_line(["Fatal Python error: Aborted", *frames, *ours]).endswith("acme/kernels/tile.py:1 in f1")
+    assert _tail(["Fatal Python error: Aborted", *frames, *ours]) == ["Fatal Python error: Aborted", *frames]
+    assert _tail(ours) == ours
     assert last_line(["nothing"]) == ""
 
 

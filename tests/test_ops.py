@@ -201,6 +201,19 @@ def test_values_are_checked_only_when_asked(op: OpSpec) -> None:
     call(**odd)
 
 
+@pytest.mark.parametrize("offsets", ["i32", "i64"])
+def test_an_out_that_is_too_short_is_said_when_asked(offsets: str) -> None:
+    args = spec("assign_extend_cache_locs").make(slack=-1, offsets=offsets)
+    size = len(args["out"])
+    hal.assign_extend_cache_locs(**args, backend="reference")
+    before = args["out"].clone()
+    hal.configure(checks="full")
+    with pytest.raises(hal.ArgumentError, match=rf"out: expected room for the {size + 1} slots .*\[{size}\]"):
+        hal.assign_extend_cache_locs(**args, backend="reference")
+    assert torch.equal(args["out"], before)
+    hal.assign_extend_cache_locs(**{**args, "out": torch.cat([before, before])}, backend="reference")
+
+
 # --- the bound --------------------------------------------------------------------------------------
 
 SMALL = [n for n in FLOAT_DTYPES if n != "fp32"]

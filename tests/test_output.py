@@ -16,6 +16,7 @@ from plugins import Plugins, manifest
 
 import hal
 from hal import cli
+from hal.ops import spec
 
 ROOT = Path(hal.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -270,3 +271,15 @@ def test_a_misspelt_keyword() -> None:
         hal.explain("get_last_loc", 1, 2, prefix_len=3)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'backends'$"):
         hal.explain("get_last_loc", 1, 2, 3, backends=3)
+    args = spec("get_last_loc").make()
+    lens = args.pop("prefix_lens")
+    for _ in range(2):  # of a new kind, and of a known one
+        with pytest.raises(TypeError, match=r"get_last_loc\(\) .*prefix_len: did you mean prefix_lens\?"):
+            hal.get_last_loc(**args, prefix_len=lens)
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'causal'$"):
+            hal.get_last_loc(**args, prefix_lens=lens, causal=True)
+        with pytest.raises(TypeError, match=r"get_last_loc\(\) missing a required argument: 'prefix_lens'$"):
+            hal.get_last_loc(**args)
+        with pytest.raises(TypeError, match="positional"):
+            hal.get_last_loc(1, 2, 3, 4)
+        hal.get_last_loc(**args, prefix_lens=lens, backend="reference")

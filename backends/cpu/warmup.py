@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -44,20 +44,28 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
     return kernel, found.get(op, [()])
 
 
-def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
+def warmup(
+    ops: Sequence[str],
+    device: Any = None,
+    progress: Callable[[float, str], None] = lambda done, what: None,
+    **options: Any,
+) -> None:
     """Compiles every variant of `ops`, or loads it from the cache on disk, so that no request waits for it.
 
     Args:
         ops: names; those of other backends are ignored.
+        progress: called with how much is done, 0 to 1, and the variant that begins now.
         device, options: unused: the compiled code fits every shape.
     """
-    for op in ops:
-        if op in OPS:
-            kernel, found = variants(op)
-            for variant in found:
-                kernel.warm(*variant)
-            if kernel.shared:
-                from hal.backends.cpu import _pool
+    todo = [(op, *variants(op)) for op in ops if op in OPS]
+    count, total = 0, sum(len(found) for _, _, found in todo)
+    for op, kernel, found in todo:
+        for variant in found:
+            progress(count / total, " ".join((op, *variant)))
+            kernel.warm(*variant)
+            count += 1
+        if kernel.shared:
+            from hal.backends.cpu import _pool
 
-                for native in (_pool.team, _pool.serve, _pool.share):
-                    native()
+            for native in (_pool.team, _pool.serve, _pool.share):
+                native()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,12 +71,18 @@ def interpreter() -> str | None:
     return None
 
 
-def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
+def warmup(
+    ops: Sequence[str],
+    device: Any = None,
+    progress: Callable[[float, str], None] = lambda done, what: None,
+    **options: Any,
+) -> None:
     """Compile what serving will start, and allocate what it will need.
 
     Args:
         ops: names; others are ignored.
         device: a CUDA device; None is the current one.
+        progress: called with how much is done, 0 to 1, and the op that begins now.
         options: ``like={op: args}``: example arguments of ops, whose forms are compiled without changing the
             tensors (a dict of arguments by name, or a tuple of positional ones). The core ops without an example are
             compiled for int64 indices, rope_kv_write for Llama-3-8B's heads in bf16; the others for `FORMS`.
@@ -91,8 +97,9 @@ def warmup(ops: Sequence[str], device: Any = None, **options: Any) -> None:
         where = torch.device("cuda", torch.cuda.current_device())
     like = options.get("like", {})
     with torch.cuda.device(where):
-        for op in ops:
+        for i, op in enumerate(ops):
             if op in OPS:
+                progress(i / len(ops), op)
                 given = like.get(op)
                 bind = contracts.spec(op).bind
                 args = None if given is None else bind(**given) if isinstance(given, dict) else bind(*given)

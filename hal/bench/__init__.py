@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+from hal import _progress
 from hal._errors import HalError
 from hal._output import check_folder, data_output
 
@@ -71,7 +72,8 @@ def _main(
         raise HalError(f"hal: bench: no table {op!r} for {device}; there are {', '.join(tables) or 'none'}")
     if plot:
         _check_plot(device, op, Path(plot))
-    run = run_of(device, {name: tables[name] for name in ([op] if op else tables)}, quick)
+    with _progress.shown(quiet=json) as bar:
+        run = run_of(device, {name: tables[name] for name in ([op] if op else tables)}, quick, bar)
     if json:
         print(_json.dumps(run, indent=1), file=out)
     else:
@@ -87,7 +89,12 @@ def _main(
     return exit_code(run)
 
 
-def run_of(device: str, tables: dict[str, Callable[..., list[Row]]], quick: bool) -> Row:
+def run_of(
+    device: str,
+    tables: dict[str, Callable[..., list[Row]]],
+    quick: bool,
+    bar: _progress.Bar | None = None,
+) -> Row:
     """The rows of all tables with what they were measured on; ``broken``: table -> why it has none."""
     import torch
 
@@ -95,7 +102,10 @@ def run_of(device: str, tables: dict[str, Callable[..., list[Row]]], quick: bool
         raise HalError(f"hal: bench: no CUDA device (torch {torch.__version__})")
     rows: list[Row] = []
     broken: dict[str, str] = {}
-    for name, table in tables.items():
+    bar = bar or _progress.Bar()
+    bar.size(len(tables))
+    for i, (name, table) in enumerate(tables.items()):
+        bar.at(i, name)
         try:
             rows += table(**({"quick": quick} if "quick" in inspect.signature(table).parameters else {}))
         except Exception as e:
@@ -244,7 +254,7 @@ def _commit() -> str:
 def show(run: dict[str, Any]) -> None:
     """Prints a run as tables: one for each op and measure."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     if not console.is_terminal:
@@ -267,10 +277,9 @@ def show(run: dict[str, Any]) -> None:
             continue
         impls = list(dict.fromkeys(i for r in rows for i in r[measure]))
         others = [i for i in impls if i != OURS] if OURS in impls else []
+        heads = (*fields, *impls, *(f"vs {i}" for i in others))
         table = Table(
-            *fields,
-            *impls,
-            *(f"vs {i}" for i in others),
+            *(Column(h, overflow="fold") for h in heads),
             title=f"{op}: {_unit(measure)}",
             title_justify="left",
         )

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hal.conformance._run import main, replay, replay_case
+    from hal.conformance._writers import Report
 
-__all__ = ["main", "replay", "replay_case"]
+__all__ = ["Report", "main", "replay", "replay_case"]
 
 
 def __getattr__(name: str) -> Any:

@@ -182,7 +182,10 @@ class Run:
             says = f"supports said yes, and the {how} call raised"
             raise Failure(f"{says} {said['type']}: {said['text']}\n{said['trace']}")
         if said["others"]:
-            raise Failure(f"fell back in secret: the {how} call ran {', '.join(said['others'])}'s code")
+            ran = ", ".join(said["others"])
+            raise Failure(
+                f"fell back in secret: the {how} call ran {ran}'s code (docs/sharing-code.md: what may be shared)"
+            )
         if not said["own"]:
             raise Failure(f"the {how} call did not run the backend's own {said['impl']}")
         return said

@@ -1,14 +1,11 @@
-"""The verdict of a run, and its reports: terminal, JSON, JUnit, one HTML page."""
+"""The verdict of a run, and its report on the terminal."""
 
 from __future__ import annotations
 
-import html
-import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from hal.conformance._cases import PROOFS
 from hal.conformance._result import (
@@ -153,7 +150,7 @@ def matrix(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Counter[st
     return out
 
 
-def _proofs(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def proofs_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """The proofs of `cases`, in the suite's order."""
     return [p for p in PROOFS if any(c["proof"] == p for c in cases)]
 
@@ -200,32 +197,24 @@ def beyond(report: Mapping[str, Any]) -> str:
     )
 
 
-# --- writers ----------------------------------------------------------------------------------------
+# --- the terminal -----------------------------------------------------------------------------------
 
 
 def terminal(report: Mapping[str, Any]) -> str:
     """The report as text: a table per op x proof, headroom, what failed and what is missing."""
     result = report["verdict"]
-    table = matrix(report["cases"])
-    proofs = _proofs(report["cases"])
-    ops = list(table)
-    width = max([len(p) for p in proofs] + [8])
-    columns = [max(len(op), *(len(cell(table[op].get(p, {}))) for p in proofs)) for op in ops]
     lines = [
         f"hal conformance: {report['backend']}, lane {report['lane']}, {report['device']}",
         f"suite {report['suite']['hash'][:12]}, hal-kernels {report['suite']['version']}, {report['seconds']:.0f} s",
         beyond(report),
-        "",
-        " " * width + "  " + "  ".join(op.ljust(n) for op, n in zip(ops, columns, strict=True)),
     ]
-    for proof in proofs:
-        cells = (cell(table[op].get(proof, {})).ljust(n) if proof in table[op] else "".ljust(n)
-               for op, n in zip(ops, columns, strict=True))  # fmt: skip
-        lines.append(f"{proof.ljust(width)}  {'  '.join(cells)}".rstrip())
+    # A pipe is as wide as what comes.
+    lines += _matrix(report["cases"], shutil.get_terminal_size((10_000, 24)).columns)
     lines.append("")
     for op, worst in room(report["cases"]).items():
         lines.append(f"error / bound of {op}: " + ", ".join(f"{d} {v:.3f}" for d, v in sorted(worst.items())))
-    for op, row in result["features"].items():
+    ran = ops_run(report["cases"])
+    for op, row in ((op, row) for op, row in result["features"].items() if op in ran):
         lines.append(f"features of {op}: " + ", ".join(f"{f} {v}" for f, v in sorted(row.items())))
     for waiver in report["waivers"]:
         lines.append(f"waived: {Waiver(**waiver)}")
@@ -234,26 +223,17 @@ def terminal(report: Mapping[str, Any]) -> str:
         if case["outcome"] == FAILED:
             alike.setdefault((case["op"], case["reason"].split("\n")[0]), []).append(case)
     for (first, *others), _ in zip(alike.values(), range(SHOWN), strict=False):
-        says, *more = first["reason"].splitlines() or [""]
+        says, again, more = told(first)
         lines += ["", f"FAILED {first['id']}: {says}"]
         if others:
             lines.append(f"  and {len(others)} more in the same words, e.g. {others[0]['id']}")
-        if first["snippet"]:
-            lines += ["  run it again:"] + ["    " + s for s in first["snippet"].splitlines()]
-        lines += ["  " + line for line in more]
+        if again:
+            lines += ["  run it again:"] + ["    " + s for s in again.splitlines()]
+        lines += ["  " + line for line in more.splitlines()]
     if len(alike) > SHOWN:
         lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
-    skipped: dict[tuple[str, str, str], int] = {}
-    for case in report["cases"]:
-        if case["outcome"] in (NOT_RUN, REFUSED, SIMULATED):
-            why = case["reason"].splitlines()[0] if case["reason"] else ""
-            key = (MARKS[case["outcome"]], case["op"], why)
-            skipped[key] = skipped.get(key, 0) + 1
-    if skipped:
-        lines.append("")
-    lines += [f"{mark}: {op}, {n} case{'s' * (n > 1)}: {why}" for (mark, op, why), n in skipped.items()]
-    counts = ", ".join(f"{n} {MARKS[o].lower()}" for o, n in result["counts"].items() if n)
-    lines += ["", counts.replace(" ok", " passed")]
+    lines += _skipped(report["cases"])
+    lines += ["", counted(result)]
     own = report["trust"]["own_oracle"]
     if own:
         lines.append(f"judged by the plugin's own contracts, where its code runs: {', '.join(own)}")
@@ -266,177 +246,66 @@ def terminal(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """report.json, report.xml (JUnit) and report.html in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    out = []
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1) + "\n"),
-        ("report.xml", junit(report)),
-        ("report.html", page(report)),
-    ):
-        path = folder / name
-        path.write_text(text, encoding="utf-8")
-        out.append(path)
-    return out
+def ops_run(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ops of which anything ran; all, where nothing did."""
+    ran = dict.fromkeys(c["op"] for c in cases if c["outcome"] != NOT_RUN)
+    return list(ran) or list(dict.fromkeys(c["op"] for c in cases))
 
 
-def junit(report: Mapping[str, Any]) -> str:
-    """JUnit XML: a test suite per op; what did not run is skipped, never passed."""
-    root = ElementTree.Element("testsuites", name=f"hal conformance {report['backend']} ({report['lane']})")
-    for op in matrix(report["cases"]):
-        mine = [c for c in report["cases"] if c["op"] == op]
-        suite = ElementTree.SubElement(
-            root, "testsuite", name=op, tests=str(len(mine)),
-            failures=str(sum(c["outcome"] == FAILED for c in mine)),
-            skipped=str(sum(c["outcome"] in (REFUSED, NOT_RUN, NOT_APPLICABLE, SIMULATED) for c in mine)),
-            time=f"{sum(c['seconds'] for c in mine):.3f}",
-        )  # fmt: skip
-        for c in mine:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=f"{op}.{c['proof']}", name=c["id"].split("/", 2)[2],
-                time=f"{c['seconds']:.4f}",
-            )  # fmt: skip
-            if c["outcome"] == FAILED:
-                body = ElementTree.SubElement(
-                    case, "failure", message=_plain(c["reason"].splitlines()[0] if c["reason"] else "")
-                )
-                body.text = _plain(c["reason"] + "\n\n" + c["snippet"])
-            elif c["outcome"] != PASSED:
-                ElementTree.SubElement(
-                    case, "skipped", message=_plain(f"{MARKS[c['outcome']]}: {c['reason']}")
-                )
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+def _matrix(cases: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Lines: proofs x ops, as many ops beside each other as `width` holds."""
+    proofs = proofs_of(cases)
+    table = {op: row for op, row in matrix(cases).items() if op in ops_run(cases)}
+    first = max([len(p) for p in proofs] + [8])
+    sizes = {op: max(len(op), *(len(cell(row.get(p, {}))) for p in proofs)) for op, row in table.items()}
+    lines: list[str] = []
+    todo = list(table)
+    while todo:
+        block = [todo.pop(0)]
+        while todo and first + sum(2 + sizes[op] for op in [*block, todo[0]]) <= width:
+            block.append(todo.pop(0))
+        lines += ["", " " * first + "".join(f"  {op:<{sizes[op]}}" for op in block).rstrip()]
+        for proof in proofs:
+            cells = (cell(table[op][proof]) if proof in table[op] else "" for op in block)
+            text = "".join(f"  {c:<{sizes[op]}}" for c, op in zip(cells, block, strict=True))
+            lines.append(f"{proof:<{first}}{text}".rstrip())
+    return lines
 
 
-def _plain(text: str) -> str:
-    """`text` without what XML 1.0 can't hold."""
-    return "".join(c for c in text if c in "\n\t" or ord(c) >= 32)
+def _skipped(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines: what was refused or has not run, and why; ops of which the same is said but for their name in one."""
+    found: dict[tuple[str, str, bool], Counter[str]] = {}
+    ran = ops_run(cases)
+    for case in cases:
+        if case["outcome"] in (NOT_RUN, REFUSED, SIMULATED):
+            op, why = case["op"], case["reason"].partition("\n")[0]
+            whole = op not in ran
+            key = (MARKS[case["outcome"]], why.replace(op, "…") if whole else why, whole)
+            found.setdefault(key, Counter())[op] += 1
+    lines = [""] if found else []
+    for (mark, why, whole), counts in found.items():
+        if whole and len(counts) > 1:
+            said = why.replace("no …", "none of these").replace("…", "these")
+            lines.append(f"{mark}: {len(counts)} ops, {counts.total()} cases: {said}: {', '.join(counts)}")
+            continue
+        for op, n in counts.items():
+            lines.append(f"{mark}: {op}, {n} case{'s' * (n > 1)}: {why.replace('…', op)}")
+    return lines
 
 
-_STYLE = """
-:root{--ink:#1c1c1a;--soft:#6b6a66;--line:#dcdad4;--paper:#fbfaf7;
-  --good:#2f6f4f;--bad:#b3261e;--mark:#c98a1b}
-@media(prefers-color-scheme:dark){:root{--ink:#e8e6e1;--soft:#a09d96;--line:#3a3936;--paper:#171715;
-  --good:#7dc4a0;--bad:#ff8a80;--mark:#e5b25d}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);
-  max-width:70rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .5rem}p{margin:.3rem 0}.soft{color:var(--soft)}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);
-  vertical-align:top;white-space:nowrap}
-td.why{white-space:pre-wrap;overflow-wrap:anywhere}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}.dim{color:var(--soft)}
-code,pre{font:13px/1.45 ui-monospace,monospace}
-pre{background:color-mix(in srgb,var(--ink) 6%,transparent);padding:.6rem;overflow-x:auto}
-svg text{fill:var(--ink);font:13px system-ui,sans-serif}
-"""
+def counted(result: Mapping[str, Any]) -> str:
+    """``72 passed, 5 n/a``"""
+    counts = ", ".join(f"{n} {MARKS[o].lower()}" for o, n in result["counts"].items() if n)
+    return counts.replace(" ok", " passed")
 
 
-def page(report: Mapping[str, Any]) -> str:
-    """One HTML page that needs nothing beside it."""
-    e = html.escape
-    result, cases = report["verdict"], report["cases"]
-    table = matrix(cases)
-    proofs = _proofs(cases)
-    state = (
-        "certified" if result["certified"] else "failed" if result["failed"] else "not certified"
-        if report["certify"] else "passed, not a certificate"
-    )  # fmt: skip
-    tone = "good" if result["certified"] or state.startswith("passed") else "bad"
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>hal conformance: {e(report['backend'])}</title><style>{_STYLE}</style>",
-        f"<h1>{e(report['backend'])}: <span class={tone}>{e(state)}</span></h1>",
-        f"<p>lane {e(report['lane'])}, {e(report['device'])}, {e(report['date'])}</p>",
-        f"<p class=soft>suite {e(report['suite']['hash'])}, hal-kernels {e(report['suite']['version'])}</p>",
-        f"<p class=soft>code {e(report['code']['sha256'])}, {len(report['code']['files'])} files</p>",
-        f"<p class=soft>{e(beyond(report))}</p>",
-        f"<p class=soft>{e(NOTE)}</p>",
-        f"<p class=soft>{e(report['trust']['can_not_show'])}</p>",
-        "<details class=soft><summary>The word of the backend's own process</summary><ul>"
-        + "".join(f"<li>{e(w)}</li>" for w in report["trust"]["its_word"])
-        + "</ul></details>",
-    ]
-    if report["trust"]["own_oracle"]:
-        own = ", ".join(report["trust"]["own_oracle"])
-        parts.append(f"<p>Judged by the plugin's own contracts, where its code runs: {e(own)}.</p>")
-    if result["lacking"]:
-        parts.append(
-            "<h2>What certification lacks</h2><ul>"
-            + "".join(f"<li>{e(r)}" for r in result["lacking"])
-            + "</ul>"
-        )
-    parts.append(
-        "<h2>Cases by op and proof</h2><div class=wide><table><tr><th>"
-        + "".join(f"<th>{e(o)}" for o in table)
-    )
-    for proof in proofs:
-        parts.append(f"<tr><th>{e(proof)}")
-        for op in table:
-            counts = table[op].get(proof)
-            text = cell(counts) if counts else ""
-            look = "bad" if "FAILED" in text else "dim" if not text or text[0] == "n" else "good"
-            parts.append(f"<td class={look}>{e(text)}")
-    parts.append("</table></div>")
-    worst = [(op, d, v) for op, row in room(cases).items() for d, v in sorted(row.items())]
-    if worst:
-        parts.append("<h2>Largest error, in units of the bound</h2>" + _bars(worst))
-    if result["features"]:
-        parts.append("<h2>Optional features</h2><table>")
-        for op, row in result["features"].items():
-            for name, yes in sorted(row.items()):
-                look = {"yes": "good", "FAILED": "bad"}.get(yes, "dim")
-                parts.append(f"<tr><td>{e(op)}<td>{e(name)}<td class={look}>{e(yes)}")
-        parts.append("</table>")
-    parts.append("<h2>Waivers</h2>")
-    shown = [str(Waiver(**w)) for w in report["waivers"]]
-    parts.append(
-        "<ul>" + "".join(f"<li>{e(w)}" for w in shown) + "</ul>" if shown else "<p class=soft>none</p>"
-    )
-    for title, outcome in (
-        ("Failed", FAILED),
-        ("Not run", NOT_RUN),
-        ("Refused", REFUSED),
-        ("Simulated", SIMULATED),
-    ):
-        some = [c for c in cases if c["outcome"] == outcome]
-        if some:
-            rows = "".join(
-                f"<tr><td><code>{e(c['id'])}</code><td class=why>{e(c['reason'])}"
-                + (f"<pre>{e(c['snippet'])}</pre>" if c["snippet"] else "")
-                for c in some
-            )
-            parts.append(f"<h2>{title}: {len(some)}</h2><div class=wide><table>{rows}</table></div>")
-    parts.append("<h2>What it ran with</h2><div class=wide><table>")
-    for d in report["environment"]["distributions"]:
-        record = e(d["record_sha256"] or "no RECORD")
-        parts.append(f"<tr><td>{e(d['name'])}<td>{e(d['version'])}<td class=dim><code>{record}</code>")
-    for name in ("python", "platform"):
-        parts.append(f"<tr><td>{name}<td colspan=2>{e(report['environment'][name])}")
-    parts.append("</table></div></html>")
-    return "\n".join(parts) + "\n"
+def told(case: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What failed in a line, the program that runs it again, and the rest: in the order in which one wants to read."""
+    says, _, more = case["reason"].partition("\n")
+    return says, case["snippet"], more
 
 
-def _bars(rows: list[tuple[str, str, float]]) -> str:
-    """A bar per op and dtype, with the bound as a line at 1."""
-    height, left, span = 22, 230, 420
-    out = [
-        f"<div class=wide><svg width={left + span + 90} height={height * len(rows) + 30} role=img "
-        "aria-label='error over bound'>"
-    ]
-    for i, (op, dtype, value) in enumerate(rows):
-        y = i * height + 4
-        color = "var(--good)" if value <= 1 else "var(--bad)"
-        out.append(
-            f"<text x={left - 10} y={y + 13} text-anchor=end>{html.escape(op)} {html.escape(dtype)}</text>"
-            f"<rect x={left} y={y} width={min(value, 1.15) * span:.1f} height=16 fill='{color}'/>"
-            f"<text x={left + min(value, 1.15) * span + 6:.1f} y={y + 13}>{value:.3f}</text>"
-        )
-    x = left + span
-    bottom = height * len(rows) + 4
-    out.append(
-        f"<line x1={x} y1=0 x2={x} y2={bottom} stroke='var(--mark)' stroke-width=1.5/>"
-        f"<text x={x} y={bottom + 18} text-anchor=middle>bound</text>"
-    )
-    return "".join(out) + "</svg></div>"
+def failure_text(case: Mapping[str, Any]) -> str:
+    """`told` as plain text."""
+    says, again, more = told(case)
+    return "\n\n".join(filter(None, (says, again and f"run it again:\n{again.rstrip()}", more)))

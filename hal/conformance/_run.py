@@ -11,25 +11,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hal import _env
+from hal import _env, _progress
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
-from hal.conformance import _report, _waivers
+from hal.conformance import _report, _waivers, _writers
+from hal.conformance._bar import Progress, teller
 from hal.conformance._cases import ALONE, case_list, suite_hash
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._judge import Apart, judge
-from hal.conformance._result import FAILED, NOT_RUN, PASSED, SIMULATED, Case, Result
+from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case, Result
 from hal.conformance._sources import code_of
 from hal.conformance._verify import beyond_samples, core_ops, inconsistencies, read, simulates
 from hal.conformance._worker import Worker
+from hal.conformance._writers import Report
 from hal.ops import BUILTIN, spec
 
 EXAMPLES = 60
-Progress = Callable[[Result, int, int], None]
 
 
 @dataclass
@@ -163,9 +165,9 @@ def main(
             raise SelectionError(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"
             )
-        document = judged(
-            backend, ops, lane, certify, imports, device, timeout, None if quiet else _progress(), jobs, seed
-        )
+        with _progress.shown(quiet=quiet) as bar:
+            tell = None if quiet else partial(teller, bar)
+            document = judged(backend, ops, lane, certify, imports, device, timeout, tell, jobs, seed)
     except HalError as e:
         print(e, file=sys.stderr)
         return 2
@@ -174,7 +176,7 @@ def main(
         return 3
     say(_report.terminal(document))
     if report is not None:
-        paths = _report.write(document, Path(report))
+        paths = _writers.write(document, Path(report))
         say("\nwrote " + ", ".join(str(p) for p in paths))
     return _report.exit_code(document["verdict"], certify)
 
@@ -187,10 +189,10 @@ def judged(
     imports: Sequence[str],
     device: str | None,
     silence: float | None,
-    progress: Callable[[Result, int, int], None] | None,
+    progress: Callable[[Sequence[Case]], Progress] | None,
     jobs: int = 1,
     seed: int | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Runs the suite and returns the report as data."""
     began = time.monotonic()
     lane = lane or _env.get("HAL_LANE")
@@ -206,7 +208,7 @@ def judged(
         mine = [op for op in names if op in BUILTIN]
         own = [op for op in names if op not in BUILTIN]
         cases = case_list({op: spec(op) for op in mine}) + listed(worker, own)
-        outcome = run(worker, cases, progress or (lambda r, i, n: None), jobs)
+        outcome = run(worker, cases, progress(cases) if progress else lambda r, i, n: None, jobs)
     if (suite, code) != (suite_hash(), code_of(backend, imports)):
         raise Fatal("the suite's sources or the backend's have changed while it ran: run it again")
     rows = []
@@ -217,7 +219,7 @@ def judged(
         rows.append({**asdict(case), **result.to_json()})
     waivers = _declared_waivers(backend, about["waivers"])
     today = datetime.date.today().isoformat()
-    return {
+    document = {
         "schema": SCHEMA,
         "note": _report.NOTE,
         "backend": backend,
@@ -241,6 +243,7 @@ def judged(
             reasons={r["id"]: r["reason"] for r in rows},
         ),
     }  # fmt: skip
+    return Report(document)
 
 
 SCHEMA = _report.SCHEMA
@@ -298,25 +301,6 @@ def surroundings(distribution: str) -> dict[str, Any]:
         digest = hashlib.sha256(record.encode()).hexdigest() if record else None
         found.append({"name": name, "version": dist.version, "record_sha256": digest})
     return {"python": platform.python_version(), "platform": platform.platform(), "distributions": found}
-
-
-def _progress() -> Callable[[Result, int, int], None]:
-    """On a terminal a line that moves, elsewhere a line per op."""
-    seen: dict[str, int] = {}
-    bad = 0
-
-    def tell(result: Result, i: int, n: int) -> None:
-        nonlocal bad
-        bad += result.outcome == FAILED
-        op = result.id.partition("/")[0]
-        if sys.stderr.isatty():
-            end = "\n" if i == n else ""
-            print(f"\r\033[K{i}/{n}  {bad} failed  {result.id}", end=end, file=sys.stderr, flush=True)
-        elif op not in seen:
-            print(f"{op} ...", file=sys.stderr, flush=True)
-        seen[op] = i
-
-    return tell
 
 
 # --- checking a report ------------------------------------------------------------------------------

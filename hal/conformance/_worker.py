@@ -31,6 +31,8 @@ SILENCE = {"device": 120.0, "interpreter": 900.0, "lowered": 900.0}
 """Seconds in which a call has to end, by lane."""
 START = 120.0
 """Seconds that a worker may take to import torch and the backend, on a machine that is busy."""
+WATCHED = 0.3
+"""Seconds for which a process that says nothing is watched before it is ended."""
 SLOW = 4
 """A case whose calls end may last so many times as long as a single one."""
 
@@ -242,6 +244,7 @@ class Worker:
         if crashed and self._child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(5)
+        busy = None if crashed else self._busy()
         code = self._end(gently=not crashed)
         self.deaths += 1
         with self._errors as f:
@@ -258,7 +261,41 @@ class Worker:
                 f"each; --timeout gives them longer{where}",
                 False,
             )
-        return Died(f"hung: no call ended for {limit:.0f} s{where}\n{told}".rstrip(), False)
+        return Died(f"hung: no call ended for {limit:.0f} s{where}\n{_doing(busy)}{told}".rstrip(), False)
+
+    def _busy(self) -> float | None:
+        """How much of a processor the process uses just now; None where the system does not say."""
+        pid = self._child.pid if self._child is not None else 0
+        before, began = _ticks(pid), time.monotonic()
+        time.sleep(WATCHED)
+        after = _ticks(pid)
+        if before is None or after is None:
+            return None
+        return (after - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+
+
+def _ticks(pid: int) -> int | None:
+    """Clock ticks that a process has run, in the kernel and out of it."""
+    try:
+        # The name in brackets may hold anything.
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _doing(busy: float | None) -> str:
+    """A loop without an end and a single call that is slow can't be told apart; one that waits for something can."""
+    if busy is None:
+        return ""
+    if busy < 0.05:
+        return "it waits, using no processor: for a lock, a device, a file or a sleep\n"
+    return (
+        f"it computes, using {busy:.0%} of a processor: in a loop without an end, or in one call that takes longer, "
+        "which --timeout allows\n"
+    )
 
 
 def _words(value: Any) -> tuple[str, ...] | None:
@@ -270,25 +307,50 @@ _HERE = str(Path(__file__).parent.parent)
 
 
 def last_line(said: Sequence[str]) -> str:
-    """`` at file:line in function``: the innermost line that is the author's, from what faulthandler wrote."""
+    """`` at file:line in function``: the innermost line that is the author's, from what faulthandler wrote.
+
+    What hal called first is the author's; what that called in turn (numpy, a compiler) may be another's.
+    """
     frames = [m for m in map(_FRAME.match, said) if m]
     theirs = [m for m in frames if not _ours(m["file"])]
+    theirs = [m for m in theirs if _package(m["file"]) == _package(theirs[-1]["file"])]
     for m in theirs[:1] or frames[:1]:
         return f" at {m['file']}:{m['line']} in {m['name']}"
     return ""
 
 
+def _package(file: str) -> Path:
+    """The outermost package that a file is in; of a module by itself its folder."""
+    folder = Path(file).parent
+    while (folder.parent / "__init__.py").exists():
+        folder = folder.parent
+    return folder
+
+
 def _ours(file: str) -> bool:
-    backends = os.path.join(_HERE, "backends")
-    if file.startswith(_HERE):
-        return not file.startswith(backends)
+    if _of_hal(file) or file.startswith("<"):
+        return True
     torch = f"{os.sep}site-packages{os.sep}torch{os.sep}"
     return (file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file) or torch in file
 
 
+def _of_hal(file: str) -> bool:
+    # <string> is how the process was started.
+    return file == "<string>" or (
+        file.startswith(_HERE) and not file.startswith(os.path.join(_HERE, "backends"))
+    )
+
+
 def _tail(said: Sequence[str]) -> list[str]:
-    """The last lines, or a fatal error's first: the modules that it lists help nobody."""
-    lines = [s for s in said if not s.startswith("Extension modules:")]
+    """The last lines, or a fatal error's first, without hal's own frames and the modules that it lists."""
+    frames = {i: m["file"] for i, m in enumerate(map(_FRAME.match, said)) if m}
+    if all(map(_of_hal, frames.values())):
+        frames = {}
+    lines = [
+        s
+        for i, s in enumerate(said)
+        if not s.startswith("Extension modules:") and not (i in frames and _of_hal(frames[i]))
+    ]
     fatal = next((i for i, s in enumerate(lines) if s.startswith("Fatal Python error")), None)
     return lines[-6:] if fatal is None else lines[fatal : fatal + 12]
 

@@ -1,8 +1,11 @@
-"""The options of ``pytest --pyargs hal.conformance --hal-backend BACKEND``. Imports neither torch nor hal.ops."""
+"""The options of ``pytest --pyargs hal.conformance --hal-backend BACKEND``. Without them neither torch nor hal.ops is
+imported."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import pytest
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -12,3 +15,21 @@ def pytest_addoption(parser: Any) -> None:
     group.addoption(
         "--hal-op", action="append", default=[], metavar="OP", help="only this op (may be repeated)"
     )
+
+
+@pytest.hookimpl(trylast=True)  # a conftest may register the backend
+def pytest_configure(config: Any) -> None:
+    """A name that does not exist is one line, not a failure of every case."""
+    backend, lane = config.getoption("--hal-backend"), config.getoption("--hal-lane")
+    if not backend:
+        return
+    from hal._errors import HalError
+    from hal._remote.target import RegistryTarget
+    from hal.registry._table import live
+
+    try:
+        RegistryTarget.of(backend, lane)
+        for op in config.getoption("--hal-op"):
+            live.current().spec(op)
+    except HalError as e:
+        raise pytest.UsageError(str(e).removeprefix("hal: ")) from None

@@ -11,6 +11,7 @@ import pytest
 from hal._remote.target import RegistryTarget
 from hal.conformance._cases import case_list
 from hal.conformance._proofs import run_case
+from hal.conformance._report import failure_text
 from hal.conformance._result import FAILED, PASSED, Case
 from hal.registry._table import live
 
@@ -39,6 +40,6 @@ def test_conformance(case: Case, pytestconfig: pytest.Config) -> None:
     target = _target(pytestconfig.getoption("--hal-backend"), pytestconfig.getoption("--hal-lane"))
     result = run_case(case, target, live.current().spec(case.op), fixed=False, seed=_seed())
     if result.outcome == FAILED:
-        pytest.fail(f"{result.reason}\n\nrun it again:\n{result.snippet}", pytrace=False)
+        pytest.fail(failure_text(result.to_json()), pytrace=False)
     if result.outcome != PASSED:
         pytest.skip(f"{result.outcome}: {result.reason}")

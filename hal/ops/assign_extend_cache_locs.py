@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from hal import _host
+from hal._errors import ArgumentError
 from hal.ops._fresh import MANY, TOKENS, Wide, table_fresh
 from hal.ops._judge import Candidate, Want
 from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spans import clamped_lengths, columns, spread
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
+from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, describe
 from hal.ops._torch import in_range
 from hal.ops.get_last_loc import check_range
 
@@ -38,7 +39,9 @@ def assign_extend_cache_locs(
         `out` itself.
 
     Raises:
-        ArgumentError: a wrong dtype, rank, length, device or stride.
+        ArgumentError: a wrong dtype, rank, length, device or stride. With ``HAL_CHECKS=full`` also an index or offset
+            out of range, and an `out` that the lengths do not fit into, which the contract allows and hardly anyone
+            means.
 
     Example:
         >>> import torch, hal
@@ -134,6 +137,14 @@ def _check_values(a: Mapping[str, Any]) -> None:
         ("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width),
     ):  # fmt: skip
         check_range("assign_extend_cache_locs", name, a[name], low, high)
+    needed = int((a["end_offsets"].to(torch.int64) - a["start_offsets"]).clamp(min=0).sum())
+    if needed > a["out"].shape[0]:
+        raise ArgumentError(
+            "assign_extend_cache_locs",
+            "out",
+            f"room for the {needed} slots that the lengths sum to",
+            describe(a["out"]),
+        )
 
 
 def _small(**change: Any) -> dict[str, Any]:
