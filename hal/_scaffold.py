@@ -12,7 +12,7 @@ from hal._devices import parse_device
 from hal._env import did_you_mean
 from hal._errors import ArgumentError, SelectionError
 from hal._version import __version__
-from hal.registry._manifest import NAME
+from hal.registry._manifest import API, NAME
 from hal.registry._points import RESERVED
 from hal.registry._table import live
 
@@ -54,6 +54,7 @@ from hal.registry import Backend, Impl, hookimpl
 def hal_backend() -> Backend:
     return Backend(
         name="{name}",
+        api={api},  # the plugin interface that it was written for
         lanes={{"device": ("{device}",)}},  # the device types whose tensors the kernels take
         ops={{
 {ops}
@@ -184,7 +185,7 @@ def _files(name: str, specs: Sequence[OpSpec], device: str) -> dict[str, str]:
         "ops": "\n".join(f'            "{op}": Impl("{module}.{op}:{op}"),' for op in names),
         "list": ", ".join(f"`{op}`" for op in names),
         "chosen": "".join(f" --op {op}" for op in names),
-        "runner": "ubuntu-latest" if device == "cpu" else f"[self-hosted, {device}]",
+        "api": API, "runner": "ubuntu-latest" if device == "cpu" else f"[self-hosted, {device}]",
     }  # fmt: skip
     return {
         "pyproject.toml": _PROJECT.format_map(fill),
