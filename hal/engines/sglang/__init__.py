@@ -1,0 +1,65 @@
+"""SGLang on hal: what its plugin loader calls in every process. Imports none of hal's kernels.
+
+SGLang logs what a plugin raises and goes on without it. So nothing is raised here: an obstacle becomes a platform that
+can't be made, or is told by the platform and the attention backend (`seams.check`), whose errors do end the start.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hal._errors import HalError
+from hal.engines import asked, require
+
+HERE = "hal.engines.sglang"
+PLATFORM = "hal_cpu"
+
+obstacle: HalError | None = None
+"""What is in the way of the platform; its class, `refused.Refused`, raises it."""
+
+
+def switched_on() -> bool:
+    """Is the whole adapter asked for: by ``HAL_ENGINES``, or by SGLang's own ``SGLANG_PLATFORM=hal_cpu``?"""
+    return asked("sglang") or os.environ.get("SGLANG_PLATFORM") == PLATFORM
+
+
+def platform() -> str | None:
+    """The entry point of `sglang.srt.platforms`: the path of its class, or None where it is not asked for."""
+    from hal.engines.sglang import limits, vision
+
+    global obstacle
+    try:
+        if not switched_on():
+            return None
+        require("sglang")
+        limits.check_machine()
+    except HalError as e:
+        obstacle = e
+        return f"{HERE}.refused:Refused"
+    vision.declare_operators()
+    return f"{HERE}.platform:HalCPU"
+
+
+def register() -> None:
+    """The entry point of `sglang.srt.plugins`: the name ``hal`` for its flag; all of it where that is asked for."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    add_attention_backend_choices(["hal"])
+    register_attention_backend("hal")(attention)
+    if switched_on():
+        from hal.engines.sglang import seams
+
+        seams.install()
+
+
+def attention(runner: object) -> object:
+    """Makes the attention backend that ``--attention-backend hal`` names.
+
+    Raises:
+        EngineError: an SGLang that was not tested, or a model that needs what the ops lack.
+    """
+    require("sglang")
+    from hal.engines.sglang.attention import HalAttention
+
+    return HalAttention(runner)

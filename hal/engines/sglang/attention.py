@@ -1,0 +1,179 @@
+"""SGLang's attention on hal: `decode_attention` and `extend_attention` over the pool's slots, listed once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from torch import Tensor
+
+import hal
+from hal.engines import layer as asking_layer
+from hal.engines.sglang import limits, switched_on
+from hal.engines.sglang.pools import FP8, HalMHAPool, HalMLAPool
+
+
+@dataclass
+class Step:
+    """One step's lists, as hal's attention ops take them. `qo_indptr`: None where each request has one new token."""
+
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    qo_indptr: Tensor | None
+
+
+class HalAttention(AttentionBackend):
+    """All of a model's layers. A layer's ops are chosen when it is made, by examples of its calls.
+
+    Raises:
+        EngineError: the model, its pool or SGLang's settings ask for what the ops lack.
+        NoBackendError: no backend of hal's can; the error says who was asked, and why not.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.device = torch.device(runner.device)
+        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.latent: bool = runner.use_mla_backend
+        pool = self.token_to_kv_pool
+        self.fp8 = pool.dtype if pool.dtype in FP8 else None
+        self._check(runner)
+        self.dtype = runner.dtype
+        self.index = torch.int32
+        self.kv_indices = torch.empty(0, dtype=self.index, device=self.device)
+        self.forward_metadata: Step | None = None
+        self.ops: dict[tuple[Any, ...], Any] = {}
+        for name, module in runner.model.named_modules():
+            if isinstance(module, RadixAttention) and self._is_ours(module):
+                with asking_layer("sglang", name):
+                    self._bind(module)
+
+    def _check(self, runner: Any) -> None:
+        reasons = limits.of_settings(runner.server_args) + limits.of_model(runner.model)
+        if self.device.type != "cpu":
+            reasons.append(f"the device {self.device}: the adapter was run on CPUs alone so far")
+        expected: tuple[type, ...] = HalMLAPool, HalMHAPool
+        if switched_on():
+            from hal.engines.sglang import rotary, seams
+
+            seams.check()
+            rotary.check_made(runner.model)
+        else:
+            expected += MHATokenToKVPool, MLATokenToKVPool
+        pool = self.token_to_kv_pool
+        if type(pool) not in expected:
+            reasons.append(f"a KV cache of the kind {type(pool).__name__}")
+        elif self.fp8 is None and pool.dtype != runner.dtype:
+            reasons.append(f"a KV cache of {pool.dtype} beside a model of {runner.dtype}")
+        if reasons:
+            raise limits.refusal(reasons)
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        seq_lens = forward_batch.seq_lens
+        bs = seq_lens.shape[0]
+        total = int(forward_batch.seq_lens_cpu.sum())
+        if total > self.kv_indices.shape[0]:
+            self.kv_indices = torch.empty(2 * total, dtype=self.index, device=self.device)
+        kv_indptr = torch.empty(bs + 1, dtype=self.index, device=self.device)
+        hal.build_kv_indices(
+            self.req_to_token, forward_batch.req_pool_indices, seq_lens, kv_indptr, self.kv_indices
+        )
+        qo_indptr = None
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            lens = forward_batch.extend_seq_lens
+            qo_indptr = torch.zeros(bs + 1, dtype=lens.dtype, device=self.device)
+            torch.cumsum(lens, 0, out=qo_indptr[1:])
+        self.forward_metadata = Step(kv_indptr, self.kv_indices, qo_indptr)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        raise limits.refusal(["graphs (--disable-cuda-graph runs without)"])
+
+    def support_triton(self) -> bool:
+        return False
+
+    # --- a layer --------------------------------------------------------------------------------------
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, others)
+
+    forward_extend = forward_decode
+    forward_mixed = forward_decode
+
+    def _attend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save: bool,
+        others: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        unknown = [name for name, value in others.items() if value is not None]
+        if unknown:
+            raise limits.refusal([f"attention with {', '.join(unknown)}"])
+        step = self.forward_metadata
+        assert step is not None
+        pool, layer_id = self.token_to_kv_pool, layer.layer_id
+        scales = {} if self.fp8 is None else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        if save and k is not None:
+            loc = KVWriteLoc.for_batch(forward_batch)
+            written = {} if self.latent else scales
+            pool.set_kv_buffer(layer, loc, k, v, **written)
+        heads, v_dim = layer.tp_q_head_num, layer.v_head_dim
+        q = q.view(-1, heads, layer.qk_head_dim)
+        out = q.new_empty(q.shape[0], heads * v_dim)
+        ops, options = self.ops[_kind(layer)]
+        k_cache, v_cache = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+        lists = step.kv_indptr, step.kv_indices
+        if step.qo_indptr is None:
+            ops.decode_attention(q, k_cache, v_cache, *lists, out.view(-1, heads, v_dim), **options, **scales)
+        else:
+            ops.extend_attention(
+                q, k_cache, v_cache, step.qo_indptr, *lists, out.view(-1, heads, v_dim), **options, **scales
+            )
+        return out
+
+    def _is_ours(self, layer: Any) -> bool:
+        """Latent attention has a layer of heads of their own beside it, for a prefill that hal's is not."""
+        if not self.latent:
+            return True
+        return bool(layer.tp_k_head_num == 1 and layer.qk_head_dim == self.token_to_kv_pool.kv_cache_dim)
+
+    def _bind(self, layer: Any) -> None:
+        if _kind(layer) in self.ops:
+            return
+        # SGLang's window, as hal's, does not count the token itself.
+        options = {
+            "scale": float(layer.scaling),
+            "sliding_window": layer.sliding_window_size,
+            "logit_cap": float(layer.logit_cap or 0.0),
+        }
+        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        pool = self.token_to_kv_pool
+        k_cache, v_cache = (
+            buffer(layer.layer_id)[:1] for buffer in (pool.get_key_buffer, pool.get_value_buffer)
+        )
+        q = torch.zeros(1, layer.tp_q_head_num, layer.qk_head_dim, **made)
+        out = torch.zeros(1, layer.tp_q_head_num, layer.v_head_dim, **made)
+        index = torch.zeros(2, dtype=self.index, device=self.device)
+        one = torch.ones((), dtype=torch.float32, device=self.device)
+        scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}
+        attend = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_indptr": index, "kv_indices": index,
+                  "out": out, **options, **scales}  # fmt: skip
+        ops = hal.bind(
+            self.device, like={"decode_attention": attend, "extend_attention": {**attend, "qo_indptr": index}}
+        )
+        self.ops[_kind(layer)] = ops, options
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """What a layer's ops depend on."""
+    return (
+        layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, layer.scaling,
+        layer.sliding_window_size, layer.logit_cap,
+    )  # fmt: skip

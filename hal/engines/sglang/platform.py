@@ -1,0 +1,62 @@
+"""SGLang on any CPU, without its own kernels: the platform `hal_cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from hal.engines.sglang import PLATFORM, limits, seams
+
+
+class HalCPU(CpuDeviceMixin, SRTPlatform):
+    """Attention, KV pools, paged allocation and rotary embedding are hal's; all else is SGLang's, in torch."""
+
+    _enum = PlatformEnum.OOT
+    device_name = PLATFORM
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Raises:
+        EngineError: the settings ask for what hal lacks, or a seam of the adapter is not in place.
+        """
+        seams.check()
+        reasons = limits.of_settings(server_args)
+        # On a CPU SGLang has put a name of its own there before it asks here.
+        given = server_args._raw_input
+        for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            if given[field] not in (None, "hal"):
+                reasons.append(f"--{field.replace('_', '-')} {given[field]}: all attention is hal's")
+        if reasons:
+            raise limits.refusal(reasons)
+        server_args.attention_backend = "hal"
+
+    def get_default_attention_backend(self) -> str:
+        return "hal"
+
+    def get_dispatch_key_name(self) -> str:
+        return seams.KEY
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        # What SGLang compiles are helpers of a line or two: a compiler's start costs more than they ever would.
+        return "eager"
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """hal's pool, or None for a kind that hal has none of: SGLang asks for all, attention refuses what it made."""
+        from hal.engines.sglang import pools
+
+        return {"mha": pools.HalMHAPool, "mla": pools.HalMLAPool}.get(kind)
+
+    def get_paged_allocator_cls(self) -> type:
+        from hal.engines.sglang.allocation import HalPagedAllocator
+
+        return HalPagedAllocator
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Any]:
+        from hal.engines.sglang.allocation import assign_extend_cache_locs
+
+        return assign_extend_cache_locs

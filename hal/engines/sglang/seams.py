@@ -1,0 +1,91 @@
+"""Where hal's functions take the place of SGLang's: its tables where it has one, its `HookRegistry` for the rest.
+
+`HOOKS` was read against SGLang 0.5.23; each target's parameters are looked at before any of them is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from typing import Any
+
+from hal._errors import HalError
+from hal.engines import EngineError
+from hal.engines.sglang import limits
+
+KEY = "hal"
+"""The name of hal's forward in SGLang's `BaseFusedOp`."""
+
+ALLOCATION = "sglang.srt.mem_cache.allocation"
+HOOKS: dict[str, str] = {
+    f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
+    f"{ALLOCATION}.get_last_loc": "allocation.get_last_loc",
+    "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
+    "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
+}
+"""SGLang's function, and hal's in its place: the same parameters."""
+
+_failed: HalError | None = None
+_replaced: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Registers all of it, or nothing. `check` tells what was in the way: SGLang only logs what a plugin raises."""
+    global _failed
+    try:
+        _install()
+    except HalError as e:
+        _failed = e
+        raise
+
+
+def _install() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.allocation import ALLOC_FOR_DECODE_FUNCS
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from hal.engines.sglang import HERE, allocation, rotary
+
+    found = {target: pkgutil.resolve_name(target) for target in HOOKS}
+    ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
+    for target, theirs in found.items():
+        has, wanted = (
+            list(inspect.signature(theirs).parameters),
+            list(inspect.signature(ours[target]).parameters),
+        )
+        if has != wanted:
+            raise EngineError(f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {wanted}")
+    rotary.register()
+    for name in ATTENTION_BACKENDS:
+        if name != "hal":
+            ATTENTION_BACKENDS[name] = functools.partial(_refuse, name)
+    ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
+    # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
+    AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    for target, function in ours.items():
+        HookRegistry.register(target, function, HookType.REPLACE)
+    _replaced.update(found)
+
+
+def _refuse(name: str, runner: Any) -> None:
+    raise limits.refusal([f"SGLang gives this model its attention {name}"])
+
+
+def check() -> None:
+    """Raises:
+    EngineError: not all of HOOKS are in place, or a seam was not as expected.
+    """
+    if _failed is not None:
+        raise _failed
+    if not _replaced:
+        raise EngineError(
+            "hal: sglang can't run on hal: its plugin `hal` was not loaded — SGLANG_PLUGINS must not leave it out"
+        )
+    missing = [t for t, was in _replaced.items() if pkgutil.resolve_name(t) is was]
+    if missing:
+        raise EngineError(
+            f"hal: sglang can't run on hal: SGLang did not replace {', '.join(missing)}; its log says why"
+        )
