@@ -21,8 +21,7 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models
-from plugins import Plugins, manifest
+from engines import third_party, vllm_models
 
 HERE = Path(__file__).parent
 ATTENTION = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention"}
@@ -107,7 +106,7 @@ def started() -> dict[str, subprocess.Popen[bytes]]:
         path = folder() / worker
         path.mkdir(exist_ok=True)
         (path / "jobs.json").write_text(json.dumps([jobs()[n] for n in names]))
-        acme(path)
+        third_party.add(path, ACME)
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
             **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_TRACE": "1",
@@ -135,15 +134,6 @@ def results(worker: str) -> dict[str, Any]:
     code, log = ended(worker)
     assert not code, f"{worker} ended with {code}:\n{log}"
     return json.loads((folder() / worker / "results.json").read_text())
-
-
-def acme(path: Path) -> None:
-    """A third party's backend for the CPU: hal's contracts' own code, under a name of its own."""
-    if (path / "acme.py").exists():
-        return
-    kernels = ["from hal.ops import spec", *(f"{op} = spec({op!r}).reference" for op in ACME)]
-    listed = ", ".join(f'"{op}": Impl("acme_kernels:{op}")' for op in ACME)
-    Plugins(path).add("acme", manifest("acme", ops=f"{{{listed}}}"), kernels="\n".join(kernels) + "\n")
 
 
 def result(worker: str, job: str) -> dict[str, Any]:

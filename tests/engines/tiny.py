@@ -37,6 +37,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
             "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1, "topk_group": 1,
+            "topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
         },
     ),
     "gpt-oss-sinks": (

@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-window-cap": (
         "Gemma2",
         {**HEADS, "sliding_window": tiny.WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32,
-         "tie_word_embeddings": True},
+         "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "stablelm-partial-rotary": ("StableLm", {"hidden_size": 128, "partial_rotary_factor": 0.25}),
     "gptj-interleaved-rotary": (

@@ -22,6 +22,8 @@ HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "allocation.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
+    "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
 }
 """SGLang's function, and hal's in its place: the same parameters."""
