@@ -1,0 +1,302 @@
+"""Real SGLang on hal: tokens as transformers', hal's ops called and nobody else's attention, the rest refused.
+
+Run by `ci/engines sglang`, in an environment of its own. One process imports SGLang and forks an engine a job
+(`sglang_worker`); stock SGLang does not start on such a CPU, so transformers is what all is compared with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed here", allow_module_level=True)
+
+from hal.engines.sglang import vision
+
+# transformers and SGLang import torchvision, with hal off too.
+vision.declare_operators()
+
+from engines import third_party, vllm_models  # noqa: E402
+
+HERE = Path(__file__).parent
+LENGTHS = (3, 14, 1, 22, 9, 17, 5, 40)
+SHAPES = ("llama-gqa", "gemma2-window-cap", "stablelm-partial-rotary", "qwen3-moe", "deepseek-v2-mla")
+LAYERS = 2
+STEP = {"build_kv_indices", "write_req_to_token", "compute_positions", "decode_attention", "extend_attention"}
+PAGED = {"alloc_extend", "alloc_decode", "get_last_loc"}
+ACME = (*sorted(STEP | PAGED), "kv_write", "rope_kv_write", "mla_kv_write")
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 199) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab, (n,), generator=g).tolist() for n in lengths]
+
+
+def shared_prefix() -> list[list[list[int]]]:
+    """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
+    (prefix,) = prompts((96,), seed=5)
+    return [[prefix], [prefix + p for p in prompts(seed=6)]]
+
+
+@functools.cache
+def folder() -> Path:
+    return vllm_models.folder()
+
+
+@functools.cache
+def jobs() -> dict[str, dict[str, Any]]:
+    """What is run, by name."""
+    llama, latent = (str(vllm_models.tiny_model(s)) for s in ("llama-gqa", "deepseek-v2-mla"))
+    small = {"chunked_prefill_size": 16}
+    made: dict[str, dict[str, Any]] = {
+        **{
+            f"smollm2-page-{page}": {
+                "model": str(vllm_models.smollm2()), "rounds": [vllm_models.chats()], "new": 8,
+                "engine": {"page_size": page, "max_total_tokens": 2560},
+            }
+            for page in (1, 16, 64)
+        },
+        **{shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]} for shape in SHAPES},
+        # Rounds of prompts that are cached, in pieces of 16 tokens, beside requests that are at it.
+        "chunked": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "enable_mixed_chunk": True}},
+        "latent-chunked": {"model": latent, "rounds": shared_prefix(), "engine": small},
+        "page-1": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "page_size": 1}},
+        # 8 requests come to 100 tokens each.
+        "retracted": {
+            "model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60,
+            "engine": {"max_total_tokens": 512, "schedule_conservativeness": 0.01},
+        },
+        "no-overlap": {"model": llama, "rounds": [prompts()], "engine": {"disable_overlap_schedule": True}},
+        "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
+        "fp8-reference": {
+            "model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
+            "env": {"HAL_BACKEND": "reference"},
+        },
+        "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "reference"}},
+        "latent-reference": {"model": latent, "rounds": [prompts()], "env": {"HAL_BACKEND": "reference"}},
+        "acme": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "acme"}},
+        "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
+        **{name: {"model": llama, "rounds": [], "engine": changed} for name, (changed, _) in REFUSED.items()},
+    }  # fmt: skip
+    for name, job in made.items():
+        job["name"] = name
+    return made
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "speculative": (
+        {"speculative_algorithm": "NGRAM"},
+        "speculative decoding (--speculative-algorithm NGRAM)",
+    ),
+    "hicache": ({"enable_hierarchical_cache": True}, "hierarchical caching (HiCache)"),
+    "another-attention": (
+        {"attention_backend": "triton"},
+        "--attention-backend triton: all attention is hal's",
+    ),
+}
+"""Settings that hal refuses, and how."""
+SCENARIOS = [
+    "chunked",
+    "latent-chunked",
+    "page-1",
+    "retracted",
+    "no-overlap",
+    "reference",
+    "latent-reference",
+]
+SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
+
+
+@functools.cache
+def started() -> subprocess.Popen[bytes]:
+    """All jobs, begun."""
+    path = folder() / "sglang"
+    path.mkdir(exist_ok=True)
+    (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
+    third_party.add(path, ACME)
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
+        "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path),
+    }  # fmt: skip
+    with (path / "worker.txt").open("w") as out:
+        found = subprocess.Popen(
+            [sys.executable, HERE / "sglang_worker.py", path / "jobs.json", path],
+            env=environment, stdout=out, stderr=out,
+        )  # fmt: skip
+    atexit.register(found.kill)
+    return found
+
+
+@functools.cache
+def result(job: str) -> dict[str, Any]:
+    """What came of a job that is to succeed."""
+    code, path = started().wait(), folder() / "sglang"
+    assert not code, (path / "worker.txt").read_text()[-4000:]
+    found = json.loads((path / f"{job}.json").read_text())
+    assert "error" not in found, found.get("traceback", "") + log(job)[-4000:]
+    return found
+
+
+def log(job: str) -> str:
+    """What SGLang said in a job."""
+    started().wait()
+    return (folder() / "sglang" / f"{job}.log").read_text()
+
+
+def tokens(job: str) -> list[list[int]]:
+    return result(job)["rounds"][-1]["tokens"]
+
+
+def ran(job: str) -> dict[str, set[str]]:
+    """The backends by op."""
+    return {op: set(by) for op, by in result(job)["trace"].items()}
+
+
+# --- tokens -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", [*SMOLLM2, *SHAPES, *SCENARIOS, "acme"])
+def test_tokens_are_transformers(job: str) -> None:
+    started()  # they work while transformers does
+    given = jobs()[job]
+    want = expected(given["model"], json.dumps(given["rounds"][-1]), given.get("new", 12))
+    assert tokens(job) == want
+
+
+@functools.cache
+def expected(model: str, given: str, new: int) -> list[list[int]]:
+    return vllm_models.generate(model, json.loads(given), new)
+
+
+def test_the_scenarios_are_what_they_are_called() -> None:
+    for job in ("chunked", "latent-chunked", "page-1", "reference", "acme"):
+        assert min(result(job)["rounds"][1]["cached"]) >= 80, job
+        # The first prompt alone takes six steps of sixteen tokens.
+        assert sum(result(job)["trace"]["compute_positions"].values()) > 6, job
+    assert "Retract requests" in log("retracted")
+    assert "Retract requests" not in log("chunked")
+    for job in SHAPES:
+        assert result(job)["settings"] == {
+            "attention_backend": "hal", "disable_overlap_schedule": False, "page_size": 16,
+        }  # fmt: skip
+    assert result("no-overlap")["settings"]["disable_overlap_schedule"]
+
+
+def test_fp8_cache() -> None:
+    """Two backends that round k and v alike, and not as a float32 cache does."""
+    assert tokens("fp8-cache") == tokens("fp8-reference")
+    assert tokens("fp8-cache") != tokens("llama-gqa")
+
+
+# --- who ran ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", [*SMOLLM2, *SHAPES, *SCENARIOS, "acme"])
+def test_hal_ran_every_op(job: str) -> None:
+    backend = {"reference": "reference", "latent-reference": "reference", "acme": "acme"}.get(job, "cpu")
+    write = {"mla_kv_write"} if "latent" in job or "mla" in job else {"kv_write"}
+    if job == "qwen3-moe":
+        write = set()  # the rotation writes k and v
+    paged = set() if job in ("smollm2-page-1", "page-1") else PAGED
+    assert ran(job) == {op: {backend} for op in STEP | paged | write | {"rope_kv_write"}}
+
+
+@pytest.mark.parametrize("job", [*SHAPES, "retracted"])
+def test_hal_ran_every_layer_of_every_step(job: str) -> None:
+    calls = {op: sum(by.values()) for op, by in result(job)["trace"].items()}
+    assert calls["decode_attention"] + calls["extend_attention"] == LAYERS * calls["build_kv_indices"]
+    assert calls["rope_kv_write"] == LAYERS * calls["build_kv_indices"]
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", REFUSED)
+def test_settings_that_hal_lacks_are_refused(job: str) -> None:
+    started().wait()
+    error = json.loads((folder() / "sglang" / f"{job}.json").read_text())["error"]
+    assert error.startswith("EngineError: hal: sglang can't run this on hal: ")
+    assert REFUSED[job][1] in error
+
+
+def test_a_model_that_needs_what_hal_lacks_is_refused_at_start() -> None:
+    assert "EngineError: hal: sglang can't run this on hal: attention sinks" in log("sinks")
+
+
+# --- switched on or off -----------------------------------------------------------------------------
+
+LOOK = """
+import json, sys
+from hal.engines.sglang import vision
+vision.declare_operators()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.srt.mem_cache.allocation as allocation
+import sglang.srt.model_executor.forward_batch_info as batch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.plugins.hook_registry import HookRegistry
+import sglang.srt.platforms as platforms
+try:
+    platform = type(platforms.current_platform).__name__
+except Exception as e:
+    platform = f"{type(e).__name__}: {e}"
+print("LOOK" + json.dumps({
+    "platform": platform,
+    "functions": [f.__module__ for f in (allocation.get_last_loc, batch.compute_position)],
+    "wrapped": [hasattr(f, "__wrapped__") for f in (allocation.get_last_loc, batch.compute_position)],
+    "hooks": len(HookRegistry._hooks),
+    "decode": dict(allocation.ALLOC_FOR_DECODE_FUNCS) == {},
+    "rotary": bool(BaseFusedOp._oot_forward_registry),
+    "triton": getattr(ATTENTION_BACKENDS["triton"], "__module__", "hal"),
+    "choice": ATTENTION_BACKEND_CHOICES.count("hal"),
+    "modules": [m for m in sys.modules if m.startswith(("hal.backends", "hal.engines.sglang."))],
+}))
+"""
+
+
+def look(**env: str) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", LOOK], env={**environment, **env}, capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert "LOOK" in ran.stdout, ran.stderr[-4000:]
+    return json.loads(ran.stdout.split("LOOK", 1)[1])
+
+
+def test_installed_is_not_switched_on() -> None:
+    assert look() == {
+        "platform": "SRTPlatform", "functions": ["sglang.srt.mem_cache.allocation",
+        "sglang.srt.model_executor.forward_batch_info"], "wrapped": [False, False], "hooks": 0, "decode": True,
+        "rotary": False, "triton": "sglang.srt.layers.attention.attention_registry", "choice": 1,
+        "modules": ["hal.engines.sglang.vision"],
+    }  # fmt: skip
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    from dataclasses import replace
+
+    import hal.engines.sglang as plugin
+    from hal.engines import EngineError, _engine
+
+    monkeypatch.setenv("HAL_ENGINES", "sglang")
+    monkeypatch.setitem(_engine.ENGINES, "sglang", replace(_engine.ENGINES["sglang"], tested=">=99"))
+    assert plugin.platform() == "hal.engines.sglang.refused:Refused"
+    from hal.engines.sglang.refused import Refused
+
+    with pytest.raises(EngineError, match=r"sglang 0\.5\.\d+.*tested with >=99"):
+        Refused()
