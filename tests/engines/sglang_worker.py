@@ -31,6 +31,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     rounds = []
     for prompts in job["rounds"]:
         sampling = {"temperature": 0, "max_new_tokens": job.get("new", 12), "ignore_eos": True}
+        sampling.update(job.get("sampling", {}))
         outs = engine.generate(input_ids=prompts, sampling_params=sampling)
         rounds.append({
             "tokens": [o["output_ids"] for o in outs], "cached": [o["meta_info"]["cached_tokens"] for o in outs],
