@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         yield where, trace
     finally:
         if run.poll() is None:
-            os.killpg(run.pid, 15)
+            os.killpg(run.pid, signal.SIGKILL)
             run.wait(60)
 
 

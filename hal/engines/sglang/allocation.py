@@ -114,18 +114,3 @@ def compute_position(
     starts = torch.empty(lens.shape[0] + 1, dtype=extend_seq_lens.dtype, device=device)
     hal.compute_positions(lens, lens + extend_seq_lens, positions, starts)
     return positions, starts[:-1]
-
-
-def assign_extend_cache_locs(
-    *,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    start_offset: Tensor,
-    end_offset: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: Any,
-) -> Tensor:
-    """The slots of a draft's tokens, as SGLang asks its platform for them."""
-    out = torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=device)
-    return hal.assign_extend_cache_locs(req_to_token, req_pool_indices, start_offset, end_offset, out)

@@ -57,6 +57,6 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         return HalPagedAllocator
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., Any]:
-        from hal.engines.sglang.allocation import assign_extend_cache_locs
+        from hal.engines.sglang.kernels import assign_extend_cache_locs_func
 
-        return assign_extend_cache_locs
+        return assign_extend_cache_locs_func

@@ -49,7 +49,7 @@ def _install() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from hal.engines.sglang import HERE, allocation, rotary
+    from hal.engines.sglang import HERE, allocation, kernels, rotary
 
     found = {target: pkgutil.resolve_name(target) for target in HOOKS}
     ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
@@ -67,6 +67,7 @@ def _install() -> None:
     ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    kernels.register()
     for target, function in ours.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     _replaced.update(found)

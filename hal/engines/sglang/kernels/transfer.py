@@ -1,0 +1,212 @@
+"""`transfer_kv_*`: rows between pools, on `kv_transfer`. All of them copy bytes, whatever the dtype.
+
+Where SGLang hands over addresses of layers (uint64 tables), these take the layers themselves, a list of tensors:
+addresses carry no sizes, so no slot could be checked. Slots are on the CPU, or all on the pools' device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal.engines.sglang.kernels._common import Unsupported
+
+Layers = Sequence[Tensor]
+
+
+def transfer_kv_per_layer(
+    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
+    item_size: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of `item_size` bytes of one layer, k and v, from slots to slots.
+
+    Example:
+        >>> import torch
+        >>> src, dst = torch.arange(8.0).view(4, 2), torch.zeros(4, 2)
+        >>> v = dst.clone()
+        >>> transfer_kv_per_layer(src, dst, src, v, torch.tensor([3]), torch.tensor([1]), item_size=8)
+        >>> dst[1].tolist()
+        [6.0, 7.0]
+    """
+    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
+        transfer_kv_per_layer_mla(src, dst, src_indices, dst_indices, item_size)
+
+
+def transfer_kv_per_layer_mla(
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer."""
+    _copy([_rows(src, item_size)], [_rows(dst, item_size)], src_indices, dst_indices)
+
+
+def transfer_kv_all_layer(
+    src_k_layers: Layers, dst_k_layers: Layers, src_v_layers: Layers, dst_v_layers: Layers, src_indices: Tensor,
+    dst_indices: Tensor, item_size: int, num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of all layers, k and v."""
+    for src, dst in ((src_k_layers, dst_k_layers), (src_v_layers, dst_v_layers)):
+        transfer_kv_all_layer_mla(src, dst, src_indices, dst_indices, item_size, num_layers)
+
+
+def transfer_kv_all_layer_mla(
+    src_layers: Layers, dst_layers: Layers, src_indices: Tensor, dst_indices: Tensor, item_size: int,
+    num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer a layer."""
+    src, dst = (
+        _layers("transfer_kv_all_layer_mla", src_layers),
+        _layers("transfer_kv_all_layer_mla", dst_layers),
+    )
+    _copy(
+        [_rows(t, item_size) for t in src[:num_layers]], [_rows(t, item_size) for t in dst[:num_layers]],
+        src_indices, dst_indices,
+    )  # fmt: skip
+
+
+def transfer_kv_per_layer_pf_lf(
+    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
+    layer_id: int, item_size: int, src_layout_dim: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of one layer out of a page_first buffer (`src_layout_dim` bytes a slot), k and v."""
+    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
+        transfer_kv_per_layer_mla_pf_lf(
+            src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
+        )
+
+
+def transfer_kv_per_layer_mla_pf_lf(
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, item_size: int,
+    src_layout_dim: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer."""
+    layer = _page_first(src, item_size, src_layout_dim)[:, layer_id]
+    _copy([layer], [_rows(dst, item_size)], src_indices, dst_indices)
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Layers, dst_k: Tensor, src_v_layers: Layers, dst_v: Tensor, src_indices: Tensor,
+    dst_indices: Tensor, item_size: int, dst_layout_dim: int, num_layers: int, block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of all layers into a page_first buffer, k and v."""
+    for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        transfer_kv_all_layer_mla_lf_pf(
+            src, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
+        )
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Layers, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int,
+    dst_layout_dim: int, num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer a layer."""
+    src = [_rows(t, item_size) for t in _layers("transfer_kv_all_layer_mla_lf_pf", src_layers)[:num_layers]]
+    pages = _page_first(dst, item_size, dst_layout_dim)
+    _copy(src, [pages[:, i] for i in range(num_layers)], src_indices, dst_indices)
+
+
+def transfer_kv_per_layer_ph_lf(
+    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
+    layer_id: int, item_size: int, src_layout_dim: int, page_size: int, head_num: int, block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of one layer out of a page_head buffer, k and v."""
+    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
+        pages = _page_head(src, item_size, src_layout_dim, page_size, head_num)
+        layer = pages[:, :, :, layer_id : layer_id + 1]
+        hal.kv_transfer(
+            hal.KVPool(layer, layout="page_head", page_size=page_size),
+            hal.KVPool([_rows(dst, item_size, head_num)]), src_indices, dst_indices,
+        )  # fmt: skip
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: Layers, dst_k: Tensor, src_v_layers: Layers, dst_v: Tensor, src_indices: Tensor,
+    dst_indices: Tensor, item_size: int, dst_layout_dim: int, num_layers: int, page_size: int, head_num: int,
+    block_quota: int = 2, num_warps_per_block: int = 32,
+) -> None:  # fmt: skip
+    """Rows of all layers into a page_head buffer, k and v."""
+    for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        layers = _layers("transfer_kv_all_layer_lf_ph", src)[:num_layers]
+        pages = _page_head(dst, item_size, dst_layout_dim, page_size, head_num)
+        hal.kv_transfer(
+            hal.KVPool([_rows(t, item_size, head_num) for t in layers]),
+            hal.KVPool(pages, layout="page_head", page_size=page_size), src_indices, dst_indices,
+        )  # fmt: skip
+
+
+def transfer_kv_direct(
+    src_layers: Layers, dst_layers: Layers, src_indices: Tensor, dst_indices: Tensor, page_size: int
+) -> None:
+    """Rows of each tensor of a list to the tensor beside it. `page_size` says nothing: runs are found in the slots."""
+    for src, dst in zip(src_layers, dst_layers, strict=True):
+        size = src[0].numel() * src.element_size()
+        _copy([_rows(src, size)], [_rows(dst, size)], src_indices, dst_indices)
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: Layers,
+    dst_ptrs: Layers,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Rows of one layer out of page_first_direct buffers ``[P, L, page_size, ...]``: k and v, or one alone."""
+    for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
+        _direct(src[:, layer_id : layer_id + 1], [dst], src_indices, dst_indices, page_size, load=True)
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Layers, dst_ptrs: Layers, src_indices: Tensor, dst_indices: Tensor, page_size: int
+) -> None:
+    """Rows of all layers, all of k and then all of v, into page_first_direct buffers: as many as `dst_ptrs`."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for i, dst in enumerate(dst_ptrs):
+        own = src_ptrs[i * layers : (i + 1) * layers]
+        _direct(dst, own, dst_indices, src_indices, page_size, load=False)
+
+
+def _direct(
+    pages: Tensor, layers: Layers, page_slots: Tensor, slots: Tensor, page_size: int, load: bool
+) -> None:
+    paged = hal.KVPool(pages, layout="page_first_direct", page_size=page_size)
+    flat = hal.KVPool([t.view(t.shape[0], *pages.shape[3:]) for t in layers])
+    if load:
+        hal.kv_transfer(paged, flat, page_slots, slots)
+    else:
+        hal.kv_transfer(flat, paged, slots, page_slots)
+
+
+def _copy(src: list[Tensor], dst: list[Tensor], src_indices: Tensor, dst_indices: Tensor) -> None:
+    hal.kv_transfer(hal.KVPool(src), hal.KVPool(dst), src_indices, dst_indices)
+
+
+def _layers(function: str, layers: Any) -> list[Tensor]:
+    if isinstance(layers, Tensor) and layers.dtype == torch.uint64:
+        raise Unsupported(
+            f"hal: {function}: a table of addresses: they carry no sizes, so no slot could be checked — pass the "
+            "layers, a list of tensors"
+        )
+    return list(layers)
+
+
+def _rows(t: Tensor, item_size: int, heads: int = 1) -> Tensor:
+    """``[slots, heads, bytes]`` of a contiguous tensor."""
+    return t.view(-1).view(torch.uint8).view(-1, heads, item_size // heads)
+
+
+def _page_first(t: Tensor, item_size: int, layout_dim: int) -> Tensor:
+    """``[slots, layers, 1, bytes]``."""
+    return t.view(-1).view(torch.uint8).view(-1, layout_dim // item_size, 1, item_size)
+
+
+def _page_head(t: Tensor, item_size: int, layout_dim: int, page_size: int, heads: int) -> Tensor:
+    """``[pages, heads, page_size, layers, bytes]``."""
+    rows = t.view(-1).view(torch.uint8)
+    return rows.view(-1, heads, page_size, layout_dim // item_size, item_size // heads)

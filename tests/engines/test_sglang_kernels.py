@@ -1,0 +1,355 @@
+"""SGLang's kernel names on hal's ops, against plain torch. Runs without SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from hal.engines import EngineError
+from hal.engines.sglang import kernels
+
+SLOTS, LAYERS, HEADS, DIM, PAGE = 24, 3, 2, 8, 4
+SRC, DST = torch.tensor([5, 0, 17, -1, 99, 9]), torch.tensor([1, 20, 3, 4, 5, -1])
+COPIED = [(5, 1), (0, 20), (17, 3)]
+"""The pairs of SRC and DST that are in range."""
+
+
+@pytest.fixture(autouse=True)
+def seeded(fresh: None) -> None:
+    torch.manual_seed(0)
+
+
+def layers() -> list[torch.Tensor]:
+    return [torch.randn(SLOTS, HEADS, DIM) for _ in range(LAYERS)]
+
+
+ITEM = HEADS * DIM * 4
+
+
+# --- transfer ---------------------------------------------------------------------------------------
+
+
+def check(src: Any, dst: Any, was: Any, pairs: list[tuple[int, int]] = COPIED) -> None:
+    """dst, ``[slots, ...]``, is `was` but for the pairs."""
+    want = was.clone()
+    for a, b in pairs:
+        want[b] = src[a]
+    assert torch.equal(dst, want)
+
+
+def test_per_layer_and_all_layers() -> None:
+    k, v, k_dst, v_dst = layers(), layers(), layers(), layers()
+    was = [t.clone() for t in k_dst + v_dst]
+    kernels.transfer_kv_per_layer(k[0], k_dst[0], v[0], v_dst[0], SRC, DST, ITEM)
+    check(k[0], k_dst[0], was[0])
+    check(v[0], v_dst[0], was[LAYERS])
+    check(k[1], k_dst[1], was[1], [])
+    kernels.transfer_kv_all_layer(k, k_dst, v, v_dst, SRC, DST, ITEM, LAYERS)
+    for i in range(LAYERS):
+        check(k[i], k_dst[i], was[i])
+        check(v[i], v_dst[i], was[LAYERS + i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_page_first_and_back(dtype: torch.dtype) -> None:
+    k, v = ([t.to(dtype) for t in layers()] for _ in range(2))
+    item = ITEM // 4 * dtype.itemsize
+    pages = [torch.zeros(SLOTS, LAYERS, HEADS, DIM, dtype=dtype) for _ in range(2)]
+    kernels.transfer_kv_all_layer_lf_pf(k, pages[0], v, pages[1], SRC, DST, item, LAYERS * item, LAYERS)
+    for i in range(LAYERS):
+        check(k[i], pages[0][:, i], torch.zeros_like(k[i]))
+        check(v[i], pages[1][:, i], torch.zeros_like(k[i]))
+    k_dst, v_dst = torch.zeros_like(k[1]), torch.zeros_like(k[1])
+    kernels.transfer_kv_per_layer_pf_lf(pages[0], k_dst, pages[1], v_dst, DST, SRC, 1, item, LAYERS * item)
+    back = [(a, a) for a, _ in COPIED]
+    check(k[1], k_dst, torch.zeros_like(k[1]), back)
+    check(v[1], v_dst, torch.zeros_like(k[1]), back)
+
+
+def test_page_head_and_back() -> None:
+    k, v = layers(), layers()
+    pages = [torch.zeros(SLOTS // PAGE, HEADS, PAGE, LAYERS, DIM) for _ in range(2)]
+    kernels.transfer_kv_all_layer_lf_ph(
+        k, pages[0], v, pages[1], SRC, DST, ITEM, LAYERS * ITEM, LAYERS, PAGE, HEADS
+    )
+    for i in range(LAYERS):
+        for given, made in ((k, pages[0]), (v, pages[1])):
+            check(
+                given[i],
+                made[:, :, :, i].transpose(1, 2).reshape(SLOTS, HEADS, DIM),
+                torch.zeros(SLOTS, HEADS, DIM),
+            )
+    k_dst, v_dst = torch.zeros(2, SLOTS, HEADS, DIM)
+    kernels.transfer_kv_per_layer_ph_lf(
+        pages[0], k_dst, pages[1], v_dst, DST, SRC, 2, ITEM, LAYERS * ITEM, PAGE, HEADS
+    )
+    check(k[2], k_dst, torch.zeros_like(k_dst), [(a, a) for a, _ in COPIED])
+    check(v[2], v_dst, torch.zeros_like(k_dst), [(a, a) for a, _ in COPIED])
+
+
+def test_latent_rows() -> None:
+    rows = [torch.randn(SLOTS, 1, 12) for _ in range(LAYERS)]
+    dst, pages = [torch.zeros(SLOTS, 1, 12) for _ in rows], torch.zeros(SLOTS, LAYERS, 1, 12)
+    kernels.transfer_kv_all_layer_mla(rows, dst, SRC, DST, 48, LAYERS)
+    kernels.transfer_kv_all_layer_mla_lf_pf(rows, pages, SRC, DST, 48, LAYERS * 48, LAYERS)
+    for i in range(LAYERS):
+        check(rows[i], dst[i], torch.zeros_like(dst[i]))
+        check(rows[i], pages[:, i], torch.zeros_like(dst[i]))
+    one = torch.zeros(SLOTS, 1, 12)
+    kernels.transfer_kv_per_layer_mla_pf_lf(pages, one, DST, SRC, 2, 48, LAYERS * 48)
+    check(rows[2], one, torch.zeros_like(one), [(a, a) for a, _ in COPIED])
+    one.zero_()
+    kernels.transfer_kv_per_layer_mla(rows[0], one, SRC, DST, 48)
+    check(rows[0], one, torch.zeros_like(one))
+
+
+def test_direct() -> None:
+    k, v = layers(), [torch.randn(SLOTS, HEADS, 2 * DIM) for _ in range(LAYERS)]
+    dst = [torch.zeros_like(t) for t in k + v]
+    kernels.transfer_kv_direct(k + v, dst, SRC, DST, page_size=1)
+    for a, b in zip(k + v, dst, strict=True):
+        check(a, b, torch.zeros_like(b))
+    pages = [torch.zeros(SLOTS // PAGE, LAYERS, PAGE, HEADS, n) for n in (DIM, 2 * DIM)]
+    src, at = torch.arange(4, 12), torch.arange(12, 20)
+    kernels.transfer_kv_all_layer_direct_lf_pf(k + v, pages, src, at, PAGE)
+    for i in range(LAYERS):
+        for given, made in ((k, pages[0]), (v, pages[1])):
+            check(
+                given[i], made[:, i].reshape(SLOTS, HEADS, -1), torch.zeros_like(given[i]),
+                list(zip(src.tolist(), at.tolist(), strict=True)),
+            )  # fmt: skip
+    back = [torch.zeros_like(k[1]), torch.zeros_like(v[1])]
+    kernels.transfer_kv_per_layer_direct_pf_lf(pages, back, at, src, 1, PAGE)
+    assert torch.equal(back[0][src], k[1][src])
+    assert torch.equal(back[1][src], v[1][src])
+    assert back[0].count_nonzero() == k[1][src].count_nonzero()
+
+
+def test_addresses_are_refused() -> None:
+    table = torch.tensor([1, 2, 3], dtype=torch.uint64)
+    with pytest.raises(kernels.Unsupported, match=r"addresses: .* pass the layers") as e:
+        kernels.transfer_kv_all_layer(table, layers(), table, layers(), SRC, DST, ITEM, LAYERS)
+    assert isinstance(e.value, EngineError)
+    assert isinstance(e.value, NotImplementedError)
+    with pytest.raises(kernels.Unsupported, match="addresses"):
+        kernels.write_req_to_token_pool_triton(table)
+
+
+# --- slots ------------------------------------------------------------------------------------------
+
+
+def test_slots() -> None:
+    table = torch.arange(40, dtype=torch.int32).view(4, 10) + 100
+    rows, starts, ends = torch.tensor([2, 0, 3]), torch.tensor([1, 0, 4]), torch.tensor([4, 0, 6])
+    assert kernels.get_last_loc(table, rows, starts).tolist() == [120, -1, 133]
+    out = torch.empty(5, dtype=torch.int64)
+    kernels.assign_extend_cache_locs[(3,)](rows, table, starts, ends, out, table.shape[1], 4)
+    want = torch.cat([table[r, s:e] for r, s, e in zip(rows, starts, ends, strict=True)])
+    assert out.tolist() == want.tolist()
+    uniform = kernels.assign_extend_cache_locs_func(
+        req_pool_indices=rows, req_to_token=table, start_offset=starts, end_offset=starts + 2, batch_size=3,
+        draft_token_num=2, device="cpu",
+    )  # fmt: skip
+    assert uniform.tolist() == [121, 122, 100, 101, 134, 135]
+    lens = ends - starts
+    indptr = torch.tensor([0, 3, 3, 5, 77], dtype=torch.int32)
+    indices = torch.full((9,), -7, dtype=torch.int32)
+    kernels.create_flashinfer_kv_indices_triton[(3,)](
+        table, rows, lens, indptr, starts, indices, table.stride(0)
+    )
+    assert indices.tolist() == [*want.tolist(), -7, -7, -7, -7]
+    assert indptr.tolist() == [0, 3, 3, 5, 77]
+    for changed in ({"ENTRY_PAGE_SIZE": 4}, {"token_mapping": table}):
+        with pytest.raises(kernels.Unsupported, match=next(iter(changed))):
+            kernels.create_flashinfer_kv_indices(table, rows, lens, indptr, None, indices, 10, **changed)
+
+
+def test_allocation() -> None:
+    free, out = torch.tensor([7, 3, 9]), torch.empty(9, dtype=torch.int64)
+    kernels.alloc_extend_kernel[(2,)](
+        torch.tensor([2, 0]), torch.tensor([6, 5]), torch.tensor([21, -1]), free, out, 2, PAGE
+    )
+    assert out.tolist() == [22, 23, 28, 29, 12, 13, 14, 15, 36]
+    one = torch.empty(2, dtype=torch.int64)
+    kernels.alloc_decode_kernel[(2,)](torch.tensor([5, 7]), torch.tensor([3, 45]), free, one, 2, PAGE)
+    assert one.tolist() == [28, 46]
+
+
+# --- writes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("skipped", "written"), [(0, [5]), (-1, [5, 0])])
+def test_store_cache(skipped: int, written: list[int]) -> None:
+    k, v, slots = torch.randn(4, 16), torch.randn(4, 24), torch.tensor([5, 0, 30, -1])
+    k_cache, v_cache = torch.zeros(SLOTS, 16), torch.zeros(SLOTS, 24)
+    kernels.store_cache(k, v, k_cache, v_cache, slots, reserved_skip_index=skipped)
+    pairs = [(i, s) for i, s in enumerate(slots.tolist()) if s in written]
+    check(k, k_cache, torch.zeros_like(k_cache), pairs)
+    check(v, v_cache, torch.zeros_like(v_cache), pairs)
+    kernels.store_cache(k, v, k_cache, v_cache, torch.full((4,), 20), size_limit=20)
+    assert not k_cache[20].any()
+    with pytest.raises(kernels.Unsupported, match="reserved_skip_index 3"):
+        kernels.store_cache(k, v, k_cache, v_cache, slots, reserved_skip_index=3)
+
+
+@pytest.mark.parametrize("function", ["set_mla_kv_buffer", "set_mla_kv_buffer_triton"])
+def test_set_mla_kv_buffer(function: str) -> None:
+    nope, rope, cache = torch.randn(3, 1, 8), torch.randn(3, 1, 4), torch.zeros(SLOTS, 1, 12)
+    getattr(kernels, function)(cache, torch.tensor([4, 0, 99]), nope, rope)
+    check(torch.cat([nope, rope], -1), cache, torch.zeros_like(cache), [(0, 4)])
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("signature", ["aot", "jit"])
+def test_rope(neox: bool, signature: str) -> None:
+    n, heads, kv_heads, dim = 5, 4, 2, 16
+    q, k, v = torch.randn(n, heads * dim), torch.randn(n, kv_heads * dim), torch.randn(n, kv_heads * dim)
+    angle = torch.outer(torch.arange(32.0), 100 ** (-torch.arange(0, dim, 2) / dim))
+    table, positions = torch.cat([angle.cos(), angle.sin()], -1), torch.tensor([0, 3, 31, 7, 7])
+    slots = torch.tensor([3, -1, 8, 1, 30])
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        pairs = x.view(n, -1, dim)
+        a, b = pairs.chunk(2, -1) if neox else (pairs[..., ::2], pairs[..., 1::2])
+        cos, sin = angle.cos()[positions][:, None], angle.sin()[positions][:, None]
+        turned = a * cos - b * sin, b * cos + a * sin
+        return torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
+
+    want = rotated(q), rotated(k)
+    k_cache, v_cache = torch.zeros(2, SLOTS, kv_heads * dim)
+    fused = kernels.FusedSetKVBufferArg(v, k_cache, v_cache, slots)
+    if signature == "aot":
+        kernels.apply_rope_with_cos_sin_cache_inplace(
+            positions, q, k, dim, table, neox, fused_set_kv_buffer_arg=fused
+        )
+    else:
+        kernels.apply_rope_with_cos_sin_cache_inplace(
+            q.view(n, heads, dim), k.view(n, kv_heads, dim), table, positions, is_neox=neox, fused_args=fused
+        )
+    torch.testing.assert_close(q.view(n, heads, dim), want[0])
+    torch.testing.assert_close(k.view(n, kv_heads, dim), want[1])
+    pairs = [(0, 3), (2, 8), (3, 1)]
+    check(k, k_cache, torch.zeros_like(k_cache), pairs)
+    check(v, v_cache, torch.zeros_like(v_cache), pairs)
+    before = q.clone()
+    kernels.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, table, neox)
+    assert not torch.equal(q, before)
+
+
+# --- attention --------------------------------------------------------------------------------------
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, cap: float
+) -> torch.Tensor:
+    """One request: q ``[m, heads, dim]`` of the last of ``l`` tokens, k and v ``[l, kv_heads, dim]``."""
+    m, length = q.shape[0], k.shape[0]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (k, v))
+    logits = q.transpose(0, 1) @ k.mT * scale
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    at, j = torch.arange(length - m, length)[:, None], torch.arange(length)
+    seen = (j <= at) & ((j >= at - window) | (window < 0))
+    return (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+LENS, NEW = [7, 1, 12], [3, 1, 5]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (4, 5.0)])
+def test_attention(window: int, cap: float) -> None:
+    k_cache, v_cache = torch.randn(SLOTS, HEADS, DIM), torch.randn(SLOTS, HEADS, 4)
+    slots = torch.randperm(SLOTS)[: sum(LENS)]
+    kv = torch.tensor([0, *torch.tensor(LENS).cumsum(0).tolist()])
+    qo = torch.tensor([0, *torch.tensor(NEW).cumsum(0).tolist()])
+    q = torch.randn(sum(NEW), 2 * HEADS, DIM)
+    scale = 0.3
+    lists = [slots[kv[i] : kv[i + 1]] for i in range(3)]
+    want = torch.cat(
+        [dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap) for i, s in enumerate(lists)]
+    )
+    out = torch.zeros_like(want)
+    kernels.extend_attention_fwd_unified(
+        q, out, k_cache, v_cache, 1.0, 1.0, qo, kv, slots, None, 5, sm_scale=scale, logit_cap=cap,
+        sliding_window_size=window,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+    # The cache without the new rows, which come apart.
+    cached = [s[: len(s) - m] for s, m in zip(lists, NEW, strict=True)]
+    new = torch.cat([s[len(s) - m :] for s, m in zip(lists, NEW, strict=True)])
+    prefix = torch.tensor([0, *torch.tensor([len(s) for s in cached]).cumsum(0).tolist()], dtype=torch.int32)
+    # SGLang's list may be longer than what it says.
+    given, lse, out = torch.cat([*cached, torch.tensor([99])]), torch.empty(sum(NEW), 2 * HEADS), out.zero_()
+    kernels.extend_attention_fwd(
+        q, k_cache[new], v_cache[new], out, k_cache, v_cache, qo.int(), prefix, given, sm_scale=scale,
+        logit_cap=cap, sliding_window_size=window, lse_extend=lse,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+    assert lse.isfinite().all()
+    if window < 0:
+        last = q[qo[1:] - 1]
+        one = torch.zeros(3, 2 * HEADS, 4)
+        kernels.decode_attention_fwd(
+            last, k_cache, v_cache, one, kv, slots, None, None, None, 8, scale, 1.0, 1.0, logit_cap=cap
+        )
+        torch.testing.assert_close(one, want[qo[1:] - 1])
+
+
+def test_attention_refuses() -> None:
+    x, none = torch.zeros(1, 2, 8), torch.tensor([0, 0])
+    for changed in (
+        {"sinks": torch.zeros(2)}, {"xai_temperature_len": 3}, {"score_mod": len}, {"custom_mask": none},
+        {"skip_prefix": True}, {"k_scale": 2.0},
+    ):  # fmt: skip
+        with pytest.raises(kernels.Unsupported, match=f"extend_attention_fwd: {next(iter(changed))} is set"):
+            kernels.extend_attention_fwd(x, x, x, x, x, x, none, none, none, **changed)
+
+
+# --- SGLang's own -----------------------------------------------------------------------------------
+
+
+def test_every_name_is_there() -> None:
+    assert all(callable(getattr(kernels, name)) for name in kernels.OPS.values())
+    assert set(kernels.OPS.values()) < set(kernels.__all__)
+    assert all(hasattr(kernels, name) for name in kernels.__all__)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here")
+def test_sglangs_registry_and_signatures() -> None:
+    code = """
+import inspect
+from hal.engines.sglang import kernels, vision
+vision.declare_operators()
+from sglang.kernels.selector import select_kernel
+from sglang.kernels.spec import KernelBackend
+from sglang.kernels.registry import registry
+import sglang.kernels
+before = {op: registry.get(op) for op in kernels.OPS}
+kernels.register()
+kernels.register()
+for op, name in kernels.OPS.items():
+    assert select_kernel(op, KernelBackend.PLUGIN).load() is getattr(kernels, name), op
+    assert registry.get(op)[: len(before[op])] == before[op], op
+from sglang.kernels.ops.attention import decode_attention, extend_attention
+from sglang.kernels.ops.kvcache import kvcache, set_mla_kv_buffer
+for theirs, ours in (
+    (decode_attention.decode_attention_fwd, kernels.decode_attention_fwd),
+    (extend_attention.extend_attention_fwd, kernels.extend_attention_fwd),
+    (extend_attention.extend_attention_fwd_unified, kernels.extend_attention_fwd_unified),
+    (kvcache.store_cache, kernels.store_cache),
+    (set_mla_kv_buffer.set_mla_kv_buffer, kernels.set_mla_kv_buffer),
+):
+    has = [p for p in inspect.signature(ours).parameters if p != "tuning"]
+    assert list(inspect.signature(theirs).parameters)[: len(has)] == has, theirs
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert not ran.returncode, ran.stderr[-3000:]
+    assert inspect.isfunction(kernels.register)
