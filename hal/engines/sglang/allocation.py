@@ -15,6 +15,8 @@ import hal
 class HalPagedAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's list of free pages, handed out by `alloc_extend` and `alloc_decode`."""
 
+    free_pages: Tensor
+
     def alloc_extend(
         self,
         prefix_lens: Tensor,
@@ -60,7 +62,7 @@ def alloc_for_decode(batch: Any, token_per_req: int) -> Tensor:
     table, rows, lens = batch.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
     after, after_cpu = lens + 1, batch.seq_lens_cpu + 1
     if batch.tree_cache.page_size == 1:
-        slots = alloc_token_slots(batch.tree_cache, lens.shape[0])
+        slots: Tensor = alloc_token_slots(batch.tree_cache, lens.shape[0])
     else:
         slots = alloc_paged_token_slots_decode(
             tree_cache=batch.tree_cache, seq_lens=after, seq_lens_cpu=after_cpu,

@@ -153,13 +153,12 @@ class HalAttention(AttentionBackend):
             "sliding_window": layer.sliding_window_size,
             "logit_cap": float(layer.logit_cap or 0.0),
         }
-        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         pool = self.token_to_kv_pool
         k_cache, v_cache = (
             buffer(layer.layer_id)[:1] for buffer in (pool.get_key_buffer, pool.get_value_buffer)
         )
-        q = torch.zeros(1, layer.tp_q_head_num, layer.qk_head_dim, **made)
-        out = torch.zeros(1, layer.tp_q_head_num, layer.v_head_dim, **made)
+        q = torch.zeros(1, layer.tp_q_head_num, layer.qk_head_dim, dtype=self.dtype, device=self.device)
+        out = torch.zeros(1, layer.tp_q_head_num, layer.v_head_dim, dtype=self.dtype, device=self.device)
         index = torch.zeros(2, dtype=self.index, device=self.device)
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}

@@ -37,6 +37,7 @@ def check_made(model: torch.nn.Module) -> None:
 
 
 def _below(cls: type) -> Iterator[type]:
+    c: type
     for c in cls.__subclasses__():
         yield c
         yield from _below(c)
@@ -88,18 +89,17 @@ def bound(
     rotary_dim: int, interleaved: bool, v_head_size: int = 0, cache: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """`rope_kv_write` for tensors of a kind; with `cache`, the dtype of one that it writes."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     example: dict[str, Any] = {
-        "q": torch.zeros(1, q_heads, head_size, **options),
-        "k": torch.zeros(1, k_heads, head_size, **options),
+        "q": torch.zeros(1, q_heads, head_size, dtype=dtype, device=device),
+        "k": torch.zeros(1, k_heads, head_size, dtype=dtype, device=device),
         "v": None,
         "cos_sin_cache": torch.zeros(1, rotary_dim, dtype=table, device=device),
         "positions": slot,
         "interleaved": interleaved,
     }
     if cache is not None:
-        example["v"] = torch.zeros(1, k_heads, v_head_size, **options)
+        example["v"] = torch.zeros(1, k_heads, v_head_size, dtype=dtype, device=device)
         example["k_cache"] = torch.zeros(1, k_heads, head_size, dtype=cache, device=device)
         example["v_cache"] = torch.zeros(1, k_heads, v_head_size, dtype=cache, device=device)
         example["slots"] = slot

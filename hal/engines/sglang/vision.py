@@ -25,11 +25,11 @@ def declare_operators() -> None:
         return
     for file in Path(found.origin).parent.glob("_C*.so"):
         try:
-            torch.ops.load_library(str(file))
+            torch.ops.load_library(str(file))  # type: ignore[no-untyped-call]
         except OSError:
             continue
         return
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema in SCHEMAS:
-        library.define(schema)
+        library.define(schema)  # type: ignore[no-untyped-call]
     _declared.append(library)

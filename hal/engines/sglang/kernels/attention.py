@@ -137,13 +137,16 @@ def extend_attention_fwd(
         torch.cat([cache.flatten(0, -3)[rows], new])
         for cache, new in ((k_buffer, k_extend), (v_buffer, v_extend))
     )
+
     # Where each row of k and v comes in its request's list: cached ones before new ones.
-    request = torch.arange(bs, dtype=torch.int64, device=qo.device)
-    device = {"dtype": torch.int64, "device": qo.device}
-    old = torch.arange(cached, **device) + qo[:-1][request.repeat_interleave(kv.diff(), output_size=cached)]
-    new_at = torch.arange(n, **device) + kv[1:][request.repeat_interleave(qo.diff(), output_size=n)]
-    indices = torch.empty(cached + n, **device)
-    indices[torch.cat([old, new_at])] = torch.arange(cached + n, **device)
+    def count(end: int) -> Tensor:
+        return torch.arange(end, dtype=torch.int64, device=qo.device)
+
+    request = count(bs)
+    old = count(cached) + qo[:-1][request.repeat_interleave(kv.diff(), output_size=cached)]
+    fresh = count(n) + kv[1:][request.repeat_interleave(qo.diff(), output_size=n)]
+    indices = torch.empty(cached + n, dtype=torch.int64, device=qo.device)
+    indices[torch.cat([old, fresh])] = count(cached + n)
     hal.extend_attention(
         q_extend, k, v, qo, kv + qo, indices, o_extend, lse_extend,
         scale=q_extend.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,

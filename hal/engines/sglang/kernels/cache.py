@@ -49,9 +49,9 @@ def store_cache(
     """
     first, slots = _skip("store_cache", indices, reserved_skip_index)
     end = size_limit or k_cache.shape[0]
-    rows = [t.reshape(t.shape[0], 1, -1) for t in (k, v)]
-    caches = [t.view(t.shape[0], 1, -1)[first:end] for t in (k_cache, v_cache)]
-    hal.kv_write(*rows, *caches, slots)
+    k_rows, v_rows = (t.reshape(t.shape[0], 1, -1) for t in (k, v))
+    k_slots, v_slots = (t.view(t.shape[0], 1, -1)[first:end] for t in (k_cache, v_cache))
+    hal.kv_write(k_rows, v_rows, k_slots, v_slots, slots)
 
 
 def set_mla_kv_buffer(
@@ -68,8 +68,8 @@ def set_mla_kv_buffer(
         raise Unsupported("hal: set_mla_kv_buffer: rows without a rope part")
     first, slots = _skip("set_mla_kv_buffer", loc, reserved_skip_index)
     rows = kv_buffer.view(kv_buffer.shape[0], -1)[first:]
-    parts = [t.reshape(t.shape[0], -1) for t in (cache_k_nope, cache_k_rope)]
-    hal.mla_kv_write(*parts, rows, slots)
+    nope, rope = (t.reshape(t.shape[0], -1) for t in (cache_k_nope, cache_k_rope))
+    hal.mla_kv_write(nope, rope, rows, slots)
 
 
 def set_mla_kv_buffer_triton(
@@ -149,7 +149,7 @@ def _rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, is_neox: bool,
     n, heads = k.shape[:2]
     v = fused.value.view(n, heads, -1)
     k_cache, v_cache = fused.k_buffer.view(-1, heads, k.shape[2]), fused.v_buffer.view(-1, heads, v.shape[2])
-    scales = {}
+    scales: dict[str, Any] = {}
     if k_cache.dtype != k.dtype:
         scales = {name: getattr(fused, name, None) for name in ("k_scale", "v_scale")}
     else:
