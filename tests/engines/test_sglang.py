@@ -50,6 +50,12 @@ def shared_prefix() -> list[list[list[int]]]:
     return [[prefix], [prefix + p for p in prompts(seed=6)]]
 
 
+def evicted() -> list[list[list[int]]]:
+    """Rounds: a prompt, two that take its place in a small pool, and it again, a little longer."""
+    first, *others = prompts((160, 200, 200), seed=9)
+    return [[first], *([p] for p in others), [[*first, 3, 4, 5]]]
+
+
 @functools.cache
 def folder() -> Path:
     return vllm_models.folder()
@@ -80,6 +86,19 @@ def jobs() -> dict[str, dict[str, Any]]:
             # SGLang keeps room for all that a request may write if nothing ends it before.
             "sampling": {"ignore_eos": False},
         },
+        **{
+            f"hicache-{layout}": {
+                "model": model, "rounds": evicted(),
+                "engine": {
+                    "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_mem_layout": layout,
+                    "hicache_io_backend": io, "max_total_tokens": 320,
+                },
+            }
+            for layout, io, model in (
+                ("layer_first", "kernel", llama), ("page_first", "kernel", latent), ("page_head", "kernel", llama),
+                ("page_first_direct", "direct", llama),
+            )
+        },
         "no-overlap": {"model": llama, "rounds": [prompts()], "engine": {"disable_overlap_schedule": True}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
         "fp8-reference": {
@@ -102,14 +121,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_algorithm": "NGRAM"},
         "speculative decoding (--speculative-algorithm NGRAM)",
     ),
-    "hicache": ({"enable_hierarchical_cache": True}, "hierarchical caching (HiCache)"),
+    "context-parallel": ({"attn_cp_size": 2, "tp_size": 2}, "context parallelism (--attn-cp-size 2)"),
     "another-attention": (
         {"attention_backend": "triton"},
         "--attention-backend triton: all attention is hal's",
     ),
 }
 """Settings that hal refuses, and how."""
+HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
 SCENARIOS = [
+    *HICACHE,
     "chunked",
     "latent-chunked",
     "page-1",
@@ -189,6 +210,10 @@ def test_the_scenarios_are_what_they_are_called() -> None:
         assert sum(result(job)["trace"]["compute_positions"].values()) > 6, job
     assert "Retract requests" in log("retracted")
     assert "Retract requests" not in log("chunked")
+    for job in HICACHE:
+        # The device's pool holds the others alone by then.
+        assert result(job)["rounds"][-1]["cached"] == [160], job
+        assert result(job)["trace"]["kv_transfer"]["cpu"] > LAYERS, job
     for job in SHAPES:
         assert result(job)["settings"] == {
             "attention_backend": "hal", "disable_overlap_schedule": False, "page_size": 16,
@@ -211,6 +236,8 @@ def test_hal_ran_every_op(job: str) -> None:
     write = {"mla_kv_write"} if "latent" in job or "mla" in job else {"kv_write"}
     if job == "qwen3-moe":
         write = set()  # the rotation writes k and v
+    if job in HICACHE:
+        write = {"mla_kv_write" if job == "hicache-page_first" else "kv_write", "kv_transfer"}
     paged = set() if job in ("smollm2-page-1", "page-1") else PAGED
     assert ran(job) == {op: {backend} for op in STEP | paged | write | {"rope_kv_write"}}
 

@@ -11,7 +11,7 @@ from hal.engines import ENGINES, EngineError
 
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_algorithm", (None,), "speculative decoding"),
-    ("enable_hierarchical_cache", (False,), "hierarchical caching (HiCache)"),
+    ("hicache_storage_backend", (None,), "storage behind HiCache"),
     ("enable_hisparse", (False,), "HiSparse"),
     ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
     ("enable_pdmux", (False,), "PD multiplexing"),

@@ -18,12 +18,17 @@ KEY = "hal"
 """The name of hal's forward in SGLang's `BaseFusedOp`."""
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
+HOST = "sglang.srt.mem_cache.pool_host"
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "allocation.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
+    f"{HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
+    f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
+    f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
+    f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
 }
 """SGLang's function, and hal's in its place: the same parameters."""
@@ -45,11 +50,12 @@ def install() -> None:
 def _install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.allocation import ALLOC_FOR_DECODE_FUNCS
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from hal.engines.sglang import HERE, allocation, kernels, rotary
+    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary
 
     found = {target: pkgutil.resolve_name(target) for target in HOOKS}
     ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
@@ -65,6 +71,7 @@ def _install() -> None:
         if name != "hal":
             ATTENTION_BACKENDS[name] = functools.partial(_refuse, name)
     ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
+    ALLOC_MEMORY_FUNCS["cpu"] = hicache.allocate
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
     kernels.register()
