@@ -105,6 +105,11 @@ def jobs() -> dict[str, dict[str, Any]]:
             "model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
             "env": {"HAL_BACKEND": "reference"},
         },
+        "latent-fp8": {"model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
+        "latent-fp8-reference": {
+            "model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
+            "env": {"HAL_BACKEND": "reference"},
+        },
         "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "reference"}},
         "latent-reference": {"model": latent, "rounds": [prompts()], "env": {"HAL_BACKEND": "reference"}},
         "acme": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "acme"}},
@@ -225,6 +230,8 @@ def test_fp8_cache() -> None:
     """Two backends that round k and v alike, and not as a float32 cache does."""
     assert tokens("fp8-cache") == tokens("fp8-reference")
     assert tokens("fp8-cache") != tokens("llama-gqa")
+    assert tokens("latent-fp8") == tokens("latent-fp8-reference")
+    assert tokens("latent-fp8") != tokens("deepseek-v2-mla")
 
 
 # --- who ran ----------------------------------------------------------------------------------------

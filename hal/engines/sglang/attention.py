@@ -42,6 +42,8 @@ class HalAttention(AttentionBackend):
         self.latent: bool = runner.use_mla_backend
         pool = self.token_to_kv_pool
         self.fp8 = pool.dtype if pool.dtype in FP8 else None
+        # SGLang's latent rows have no scales.
+        self.scaled = self.fp8 is not None and not self.latent
         self._check(runner)
         self.dtype = runner.dtype
         self.index = torch.int32
@@ -119,11 +121,9 @@ class HalAttention(AttentionBackend):
         step = self.forward_metadata
         assert step is not None
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
-        scales = {} if self.fp8 is None else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.scaled else {}
         if save and k is not None:
-            loc = KVWriteLoc.for_batch(forward_batch)
-            written = {} if self.latent else scales
-            pool.set_kv_buffer(layer, loc, k, v, **written)
+            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v, **scales)
         heads, v_dim = layer.tp_q_head_num, layer.v_head_dim
         q = q.view(-1, heads, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], heads * v_dim)
@@ -161,7 +161,7 @@ class HalAttention(AttentionBackend):
         out = torch.zeros(1, layer.tp_q_head_num, layer.v_head_dim, dtype=self.dtype, device=self.device)
         index = torch.zeros(2, dtype=self.index, device=self.device)
         one = torch.ones((), dtype=torch.float32, device=self.device)
-        scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}
+        scales = {"k_scale": one, "v_scale": one} if self.scaled else {}
         attend = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_indptr": index, "kv_indices": index,
                   "out": out, **options, **scales}  # fmt: skip
         ops = hal.bind(

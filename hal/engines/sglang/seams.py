@@ -42,8 +42,8 @@ def install() -> None:
     global _failed
     try:
         _install()
-    except HalError as e:
-        _failed = e
+    except Exception as e:
+        _failed = e if isinstance(e, HalError) else EngineError(f"hal: sglang can't run on hal: {e!r}")
         raise
 
 
