@@ -64,7 +64,7 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
 @pytest.mark.skipif(not README.exists(), reason="no README.md here")
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/engines.md", "docs/environment.md", "docs/sliding-window.md"]
+    "page", ["README.md", "docs/engines.md", "docs/environment.md", "docs/scale.md", "docs/sliding-window.md"]
 )
 def test_page_runs(page: str) -> None:
     """Blocks marked ``python notest`` need what is not here: an engine, a model."""
