@@ -134,7 +134,9 @@ def draw(run: Row, file: str) -> None:
         plot(run, file)
 
 
-_BOOKKEEPING = ("write_req_to_token", "compute_positions", "build_kv_indices", "alloc_extend", "alloc_decode")
+_BOOKKEEPING = (
+    "write_req_to_token", "compute_positions", "build_kv_indices", "build_page_table", "alloc_extend", "alloc_decode",
+)  # fmt: skip
 _CUDA = {
     "hal.bench.cuda": ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer"),
     "hal.bench.cuda_kv": (

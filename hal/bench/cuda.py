@@ -435,9 +435,9 @@ def bookkeeping(
 ) -> list[Row]:
     """Rows: op, bs, device and host microseconds of each op that an engine calls around a batch, or of `only` these.
 
-    Up to 64 new tokens a request (one for alloc_decode), up to 1024 keys for build_kv_indices. SGLang's
-    kernels of the same name, on the same work; its create_flashinfer_kv_indices is given kv_indptr, which ours makes:
-    ``with cumsum`` is what it takes with torch's sum before it, as SGLang does.
+    Up to 64 new tokens a request (one for alloc_decode), up to 1024 keys for build_kv_indices and build_page_table.
+    SGLang's kernels of the same name, on the same work; its create_flashinfer_kv_indices is given kv_indptr, which ours
+    makes: ``with cumsum`` is what it takes with torch's sum before it, as SGLang does. It makes page tables by torch.
     """
     from hal import ops
 
@@ -448,9 +448,14 @@ def bookkeeping(
     out: list[Row] = []
 
     def measure(
-        op: str, bs: int, ours: list[tuple[Any, ...]], theirs: Callable[..., None], at: int | None
+        op: str,
+        bs: int,
+        ours: list[tuple[Any, ...]],
+        theirs: Callable[..., None],
+        at: int | None,
+        peer: str = "sglang",
     ) -> None:
-        """`at`: which argument is written; None: the table."""
+        """`at`: which argument is written; None: the table. `peer`: who wrote `theirs`."""
         if only and op not in only:
             return
         spec = ops.spec(op)
@@ -461,8 +466,8 @@ def bookkeeping(
         spec.reference(*args)
         want = wrote.clone()
         calls: dict[str, Callable[[int], Any]] = {"hal": lambda i: mine(*ours[i])}
-        if memory is not None:
-            calls["sglang"] = lambda i: theirs(*ours[i])
+        if memory is not None or peer != "sglang":
+            calls[peer] = lambda i: theirs(*ours[i])
         if memory is not None and op == "build_kv_indices":
 
             def summed(i: int) -> None:
@@ -514,6 +519,13 @@ def bookkeeping(
                 ),
                 "compute_positions": (prefix, seq, flat),
                 "build_kv_indices": (table, requests, keys, indptr, packed),
+                "build_page_table": (
+                    table,
+                    requests,
+                    keys,
+                    page,
+                    torch.zeros(bs, 1024 // page, dtype=torch.int32, device="cuda"),
+                ),
             }.items():
                 sets.setdefault(op, []).append(args)
         measure(
@@ -541,7 +553,15 @@ def bookkeeping(
                 table, requests, keys, indptr, None, packed, stride
             ), 4,
         )  # fmt: skip
+        measure("build_page_table", bs, sets["build_page_table"], torch_page_table, 4, "torch")
     return out
+
+
+def torch_page_table(table: Tensor, requests: Tensor, keys: Tensor, page: int, out: Tensor) -> None:
+    """As SGLang makes it: every page's first slot, gathered and divided."""
+    first = torch.arange(out.shape[1], dtype=torch.int64, device=out.device) * page
+    found = table[requests[:, None], first] // page
+    out.copy_(torch.where(first < keys[:, None], found, -1))
 
 
 # --- programmatic launch ----------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_every_op_has_a_table_on_a_gpu() -> None:
     pytest.importorskip("triton")
     tables = bench._tables("cuda")
     # Nobody has a kernel to put beside it.
-    assert {*BUILTIN} - {*tables} == {"build_page_table"}
+    assert {*BUILTIN} <= {*tables}
     assert {*tables} - {*BUILTIN} == {"launcher", "programmatic_launch", "mla_decode_attention"}
 
 
