@@ -148,14 +148,14 @@ def _keeping(good: Any, keep: Callable[[], Any]) -> Any:
     return run
 
 
-@fault(LAST, r"allocation grows: [\d,]+ more bytes of memory.* after 1,000 equal calls", "leak")
+@fault(LAST, r"allocation grows: [\d,]+ more bytes of memory.* after 1,000 equal calls", "leak", dies=True)
 def leaks_140_kilobytes_a_call_beside_python(good: Any) -> Any:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     return _keeping(good, lambda: ctypes.memset(libc.malloc(ctypes.c_size_t(140_000)), 1, 140_000))
 
 
-@fault(LAST, r"allocation grows: .*[\d,]+ more bytes of address space", "leak")
+@fault(LAST, r"allocation grows: .*[\d,]+ more bytes of address space", "leak", dies=True)
 def leaks_memory_that_it_never_touched(good: Any) -> Any:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

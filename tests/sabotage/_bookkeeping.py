@@ -113,7 +113,7 @@ def race_between_threads(good: Any) -> Any:
     return run
 
 
-@fault(LAST, r"allocation grows: \d+ more tensors alive", "leak")
+@fault(LAST, r"allocation grows: [\d,]+ more tensors alive", "leak")
 def keeps_every_result(good: Any) -> Any:
     kept: list[Any] = []
 

@@ -46,7 +46,8 @@ class Fault:
         message: a regular expression that the killing case's message must match: it names the fault.
         proofs: the proofs that may kill it, the likely ones first.
         device: the device types on which it can be seen.
-        dies: it may end the process, so it runs in one of its own.
+        dies: it may end the process, or what it leaks could hide in memory that others have freed there: it runs in
+            one of its own.
         plugin: sources of its ``manifest`` and its ``kernels``: it is installed, and judged as users judge it.
     """
 
