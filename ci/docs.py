@@ -20,10 +20,10 @@ import docs_stubs
 from docs_text import ROOT, described, markdown, sections, table
 
 from hal._errors import ArgumentError
-from hal._library import forms
+from hal._torch_ops import forms
 from hal.conformance._result import NOT_APPLICABLE, OUTCOMES
-from hal.ops import BUILTIN, spec
-from hal.ops._spec import SHORT, OpSpec, PoolArg, ScaleArg, TensorArg, ValueArg
+from hal.ops import BUILTIN, get_spec
+from hal.ops.spec import SHORT, OpSpec, PoolArg, ScaleArg, TensorArg, ValueArg
 from hal.registry import Backend
 from hal.registry._discover import BUILTIN as BACKENDS
 
@@ -79,7 +79,7 @@ def timings() -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 
 def page(op: str) -> str:
-    s = spec(op)
+    s = get_spec(op)
     told = sections(s.doc)
     parts = [
         f"# {op}\n\n<!-- Written by ci/docs from the contract, the manifests and the results: edit those. -->",
@@ -276,7 +276,7 @@ def index() -> str:
         "# The ops\n\n<!-- Written by ci/docs: edit the contracts, the manifests and the results. -->",
         "A page each: contract, arguments, errors, who has it, how it was proven, how fast it is.",
         matrix(""),
-        "\n".join(f"- [`{op}`]({op}.md): {markdown(first_sentence(spec(op)))}" for op in BUILTIN),
+        "\n".join(f"- [`{op}`]({op}.md): {markdown(first_sentence(get_spec(op)))}" for op in BUILTIN),
         "## Backends",
     ]
     for name, manifest in manifests().items():

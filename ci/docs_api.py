@@ -11,7 +11,7 @@ from docs_text import ROOT, described, markdown, sections, table
 
 import hal
 from hal import _env
-from hal.kvpool import LAYOUTS
+from hal.kv.pool import LAYOUTS
 from hal.ops import BUILTIN
 from hal.registry._select import Explanation, Verdict
 

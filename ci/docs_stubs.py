@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import textwrap
 
-from hal.ops import BUILTIN, spec
+from hal.ops import BUILTIN, get_spec
 
 WIDTH = 110
-HEAD = "from torch import Tensor\n\nfrom hal.kvpool import KVPool\n\n"
+HEAD = "from torch import Tensor\n\nfrom hal.kv.pool import KVPool\n\n"
 _API = '''"""The signatures of the dispatched ops, for type checkers and editors alone: `hal.<op>` is generated.
 
 Written by ci/docs from the contracts.
@@ -43,7 +43,7 @@ def written() -> dict[str, str]:
 
 def function(op: str, more: list[str], method: bool = False) -> str:
     """``def op(...) -> ...: ...``, with keyword-only parameters of ours after its own."""
-    s = spec(op).signature
+    s = get_spec(op).signature
     parts = ["self"] if method else []
     for p in s.parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in parts:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
         rope_kv_write,
         write_req_to_token,
     )
-    from hal._library import torch_ops
+    from hal._torch_ops import torch_ops
     from hal._trace import trace
-    from hal.kvpool import KVPool, SlotAllocator
-    from hal.paging import num_new_pages
+    from hal.kv.paging import num_new_pages
+    from hal.kv.pool import KVPool, SlotAllocator
     from hal.registry._dispatch import bind, explain, warmup
     from hal.registry._info import info
     from hal.registry._table import configure, register, reload, unregister, use
@@ -56,8 +56,8 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {
-    "KVPool": "hal.kvpool", "SlotAllocator": "hal.kvpool", "num_new_pages": "hal.paging",
-    "torch_ops": "hal._library", "trace": "hal._trace",
+    "KVPool": "hal.kv.pool", "SlotAllocator": "hal.kv.pool", "num_new_pages": "hal.kv.paging",
+    "torch_ops": "hal._torch_ops", "trace": "hal._trace",
     "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._info",
     "warmup": "hal.registry._dispatch",
     "configure": "hal.registry._table", "register": "hal.registry._table", "reload": "hal.registry._table",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 def get_last_loc(
     req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, *, backend: str | None = None

@@ -5,7 +5,7 @@ Written by ci/docs from the contracts.
 
 from torch import Tensor
 
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 class Ops:
     def get_last_loc(self, req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor: ...

@@ -120,9 +120,9 @@ def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None)
     import torch
 
     import hal
-    from hal.kvpool import KVPool
-    from hal.ops._judge import right_any
+    from hal.kv.pool import KVPool
     from hal.ops.kv_transfer import stacked
+    from hal.ops.proofs.judge import right_any
     from hal.registry._table import live
 
     table = live.current()

@@ -13,7 +13,7 @@ import torch
 
 from hal._env import did_you_mean
 from hal._errors import ArgumentError
-from hal.ops._spec import SHORT, OpSpec, PoolArg, PoolSig, ScaleArg, Signature, TensorArg, TensorSig, ValueArg
+from hal.ops.spec import SHORT, OpSpec, PoolArg, PoolSig, ScaleArg, Signature, TensorArg, TensorSig, ValueArg
 
 _TENSOR = re.compile(r"(\w+)\[([\d,\s]*)\]@([a-z]+)(?::(\d+))?")
 _POOL = re.compile(r"KVPool\((\w+),(\w+)\[([\dx]+)\]@([a-z]+)(?::\d+)?\)")

@@ -17,7 +17,7 @@ from hal.registry._points import RESERVED
 from hal.registry._table import live
 
 if TYPE_CHECKING:
-    from hal.ops._spec import OpSpec
+    from hal.ops.spec import OpSpec
 
 COMMAND = "new-backend"
 WIDTH = 100

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from hal._errors import HalError, NoBackendError, SelectionError
-from hal.kvpool import KVPool
-from hal.ops import spec
-from hal.ops._judge import Want, right_any, same_bits
+from hal.kv.pool import KVPool
+from hal.ops import get_spec
+from hal.ops.proofs.judge import Want, right_any, same_bits
 
 FORMAT = 1
 
@@ -104,7 +104,7 @@ def record(folder: Path, backend: str, device: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for op in CHOSEN:
-        contract = spec(op)
+        contract = get_spec(op)
         samples = {s.name: s for s in contract.samples}
         cases = {}
         for name in CHOSEN[op]:
@@ -147,7 +147,7 @@ def replay(folder: Path, backend: str, device: str) -> list[Outcome]:
         kept = torch.load(path, weights_only=True)
         if kept.get("format") != FORMAT:
             raise HalError(f"hal: golden: {path} has format {kept.get('format')}, this hal reads {FORMAT}")
-        contract = spec(kept["op"])
+        contract = get_spec(kept["op"])
         for name, case in kept["cases"].items():
             args = {n: _unpacked(v) for n, v in case["args"].items()}
             want = contract.oracle(args)

@@ -242,7 +242,7 @@ def _load(point: Point, managers: list[pluggy.PluginManager], others: str) -> tu
 def _op(spec: Any) -> Any:
     """An `OpSpec` of a plugin, under a name that is free."""
     from hal import ops
-    from hal.ops._spec import OpSpec
+    from hal.ops.spec import OpSpec
 
     if not isinstance(spec, OpSpec):
         raise TypeError(f"it returned {spec!r}; expected OpSpecs")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from hal.ops._spec import OpSpec
+    from hal.ops.spec import OpSpec
 
 API = 1
 """The version of this interface. A backend of another is `incompatible`; see docs/compatibility.md."""

@@ -16,7 +16,7 @@ from hal.registry._isolate import State, ask
 from hal.registry._manifest import Impl
 
 if TYPE_CHECKING:
-    from hal.ops._spec import OpSpec, Signature
+    from hal.ops.spec import OpSpec, Signature
     from hal.registry._table import Table
 
 

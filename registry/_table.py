@@ -23,7 +23,7 @@ from hal.registry._isolate import READY, State
 from hal.registry._manifest import Backend, Impl
 
 if TYPE_CHECKING:
-    from hal.ops._spec import OpSpec
+    from hal.ops.spec import OpSpec
 
 CHECKS = {"off": 0, "args": 1, "full": 2}
 
@@ -82,7 +82,7 @@ class Table:
             raise SelectionError(
                 f"hal: unknown op {op}{_env.did_you_mean(op, self.op_names)}; known: {', '.join(self.op_names)}"
             )
-        return self.found.specs[op] if op in self.found.specs else _ops.spec(op)
+        return self.found.specs[op] if op in self.found.specs else _ops.get_spec(op)
 
     def levels(self, backend: str | None, scope: tuple[str, ...]) -> list[Choice]:
         """Every level that made a choice, the strongest first."""

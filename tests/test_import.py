@@ -125,7 +125,7 @@ except ImportError:
     import _xxsubinterpreters as interpreters
 other = interpreters.create()
 told = []
-for text in ("import hal", "import hal.kvpool", "from hal.registry import Backend"):
+for text in ("import hal", "import hal.kv.pool", "from hal.registry import Backend"):
     try:
         failed = interpreters.run_string(other, text)
         told.append("" if failed is None else str(failed.formatted))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.paging import Listing
+from hal.kv.paging import Listing
 
 REQUESTS = 65536
 """In a call."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hal import kvplan
-from hal.kvpool import KVPool
+from hal.kv import plan as kvplan
+from hal.kv.pool import KVPool
 
 STAGING_BYTES = 32 << 20
 """Staged at once, for k and v each; longer transfers go in pieces through the allocator's same block."""

@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._spans import LONGEST, largest_page, open_page, shares
+from hal.triton import launch
 
 BLOCK = 64
 

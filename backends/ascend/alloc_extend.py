@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import pow2
 from hal.backends.ascend._spans import extent, largest_page, open_page, put_run, shares
+from hal.triton import launch
 
 INTS = ("bs", "n", "page_size", "capacity", "share")
 

@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import cdiv, vector_cores
 from hal.backends.ascend._spans import clamped
+from hal.triton import launch
 
 BLOCK = 1024
 

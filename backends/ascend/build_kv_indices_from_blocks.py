@@ -12,9 +12,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
 from hal.backends.ascend._spans import extent, largest_page, put_run, write_indptr
+from hal.triton import launch
 
 INTS = ("bs", "capacity", "stride", "columns", "page_size", "keep")
 

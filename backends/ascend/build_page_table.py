@@ -13,8 +13,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
+from hal.triton import launch
 
 INTS = ("bs", "pages", "stride", "height", "width", "page_size", "out_stride")
 

@@ -14,10 +14,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._attention import over, rows
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
+from hal.triton import launch
 
 INTS = (
     "bs", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",

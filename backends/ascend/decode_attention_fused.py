@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.backends.ascend import _fused
-from hal.paging import listed
+from hal.kv.paging import listed
 
 
 def decode_attention(

@@ -2,7 +2,7 @@
 (``extend_attention=ascend/fused``).
 
 It aligns a request's last query with its last key: the batch is made into runs of which that is true
-(`hal.paging.runs`). The runs that have as many queries make one call, so that no query is padding: its layout of
+(`hal.kv.paging.runs`). The runs that have as many queries make one call, so that no query is padding: its layout of
 queries end to end is for few shapes only. A synchronisation a batch, or three where entries are no key; and one a call
 where the cache has pages that may be handed on as they are (`hal.backends.ascend._fused`). Tests prove what is asked
 of torch_npu, by a stand-in; this project has not run it on an NPU.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hal.backends.ascend import _fused
-from hal.paging import Listing, runs
+from hal.kv.paging import Listing, runs
 
 
 def extend_attention(

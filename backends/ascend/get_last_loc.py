@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
+from hal.triton import launch
 
 
 @launch.jit(do_not_specialize=("table", "requests", "lens", "out", "n", "stride", "height", "width"))

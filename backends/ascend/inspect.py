@@ -39,10 +39,10 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """The shapes that must hold: llama, qwen, smollm and MLA rows; pages of 1 to 128; three dtypes."""
-    from hal.ops import spec
+    from hal.ops import get_spec
 
     def of(op: str, name: str, tokens: Any, needed: Any, waste: Any = WASTE_LIMIT, **params: Any) -> Case:
-        return Case(op, name, lambda: spec(op).make(**params), tokens, needed, waste)
+        return Case(op, name, lambda: get_spec(op).make(**params), tokens, needed, waste)
 
     def rope(name: str, q_heads: int, kv_heads: int, head_dim: int, **params: Any) -> Case:
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -366,9 +366,9 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
     """
     from importlib import import_module
 
-    from hal import launch
     from hal._errors import HalError
     from hal.lowered import recording, toolchain
+    from hal.triton import launch
 
     toolchain.require()
     if launch.lane() != "lowered":

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hal.backends.ascend.kv_transfer import through
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 
 def kv_move(

@@ -16,11 +16,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend import _runtime
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
+from hal.triton import launch
 
 INTS = (
     "n", "src_size", "dst_size", "src_page", "dst_page", "layers",

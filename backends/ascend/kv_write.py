@@ -13,10 +13,10 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
 from hal.lowered import shared_writes
+from hal.triton import launch
 
 INTS = (
     "n", "num_slots", "page", "k_token", "k_head", "v_token", "v_head",

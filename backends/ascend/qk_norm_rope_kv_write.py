@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import INTS, TENSORS, _steps, cache_refusal, half_tile
 from hal.lowered import shared_writes
+from hal.triton import launch
 
 
 @triton.jit

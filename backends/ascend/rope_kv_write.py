@@ -17,9 +17,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
 from hal.lowered import shared_writes
+from hal.triton import launch
 
 INTS = (
     "n", "max_positions", "num_slots", "page", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",

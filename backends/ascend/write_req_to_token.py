@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal import launch
 from hal.backends.ascend._spans import clamped, shares
 from hal.lowered import shared_writes
+from hal.triton import launch
 
 BLOCK = 1024
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hal.ops._spec import FP8
+from hal.ops.spec import FP8
 
 TOKENS = 128
 """Queries of a request that are done together where a mask is needed: it has their number times that of the keys."""

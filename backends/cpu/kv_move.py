@@ -18,7 +18,7 @@ from hal.backends.cpu._call import need_cpu, rejected
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel
 from hal.backends.cpu._pool import run
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 
 def _kernel(  # type: ignore[no-untyped-def]

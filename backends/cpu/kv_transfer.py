@@ -1,7 +1,7 @@
 """kv_transfer on the CPU: copies the rows of slot pairs between two host pools, in the largest pieces they allow.
 
 A run of pairs that are consecutive on both sides is a block of three dims, tokens x layers x pieces of a row, each
-with a byte stride on either side (`hal.kvpool.Plane`). Invariant: a dim whose stride is, on both sides, the
+with a byte stride on either side (`hal.kv.pool.Plane`). Invariant: a dim whose stride is, on both sides, the
 number of bytes that lie within it merges into one longer copy; what can't merge is looped over.
 All four layouts, and any pair of them, are that one loop.
 """
@@ -19,7 +19,7 @@ from hal.backends.cpu._bits import take as next_turn
 from hal.backends.cpu._call import need_cpu, rejected
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
-from hal.kvpool import KVPool, Plane
+from hal.kv.pool import KVPool, Plane
 
 
 @inline

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float8_e5m2
 
-from hal import launch
+from hal.triton import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal._errors import HalError
 from hal.backends.cuda._device import multiprocessors, pdl
-from hal.kvpool import KVPool, Plane
+from hal.kv.pool import KVPool, Plane
+from hal.triton import launch
 
 TILE_BYTES = 65536
 WARPS = 16

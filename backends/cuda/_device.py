@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from hal import launch
+from hal.triton import launch
 
 
 @cache

@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any
 
 from hal._errors import BackendError
-from hal.kvplan import Copies
-from hal.launch import lane
+from hal.kv.plan import Copies
+from hal.triton.launch import lane
 
 
 class _Attributes(ctypes.Structure):

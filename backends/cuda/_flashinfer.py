@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hal import launch
+from hal.triton import launch
 
 WORKSPACE = 128 << 20
 """Bytes of scratch a wrapper, as FlashInfer's documentation advises; more where its plan would ask for more."""

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hal import kvplan
 from hal.backends.cuda import _copy, _engine
 from hal.backends.cuda._device import multiprocessors
-from hal.kvpool import KVPool, Plane
+from hal.kv import plan as kvplan
+from hal.kv.pool import KVPool, Plane
 
 CHUNK_BYTES = 32 << 20
 """Of one staging buffer. Long enough to hide the engine's start, short enough for the first gather."""

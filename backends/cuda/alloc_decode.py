@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor, empty, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import slot_of
+from hal.triton import launch
 
 BLOCK = 128
 TILE = 1024

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor, empty, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda._spans import MANY, Tile, extents, grid, slot_of, turns
+from hal.triton import launch
 
 TILES = {1: Tile(64, 128, 1), MANY: Tile(32, 512, 4)}
 

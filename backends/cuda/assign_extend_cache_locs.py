@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import clamped
+from hal.triton import launch
 
 FEW = {256: (128, 4), 512: (64, 1)}
 """Up to so many requests: tokens of a request that a program copies at once, and its warps."""

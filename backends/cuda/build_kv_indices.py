@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda._spans import MANY, Tile, extents, grid, turns
+from hal.triton import launch
 
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 

@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, entry, factor, logits, place, step, tile
 from hal.backends.cuda._device import arch, multiprocessors, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, seek
+from hal.triton import launch
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hal.backends.cuda import _flashinfer
 from hal.backends.cuda._adapter import as_pages, nothing_seen, refused, slots_of
-from hal.paging import listed
+from hal.kv.paging import listed
 
 GROUPS = (1, 2, 3, 4, 8)
 """Query heads a key/value head that its kernels without tensor cores take."""

@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, _barriers, _softmax
+from hal.triton import launch
 
 entry = gluon.jit(_attention.entry.fn)
 chunk_of = gluon.jit(_split.chunk_of.fn)

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
 from hal.backends.cuda._device import arch, pdl
+from hal.triton import launch
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""

@@ -1,7 +1,7 @@
 """extend_attention by FlashInfer: an adapter, taken where it is named (``extend_attention=cuda/flashinfer``).
 
 FlashInfer aligns a request's last query with its last key and plans on the host: the batch is made into runs of which
-that is true (`hal.paging.runs`), a page a slot, one synchronisation a call. On Hopper its kernels are those of
+that is true (`hal.kv.paging.runs`), a page a slot, one synchronisation a call. On Hopper its kernels are those of
 FlashAttention-3. Its others sum weights that are rounded to q's dtype: no log-sum-exp is asked of them.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from hal._errors import ArgumentError
 from hal.backends.cuda import _flashinfer
 from hal.backends.cuda._adapter import as_pages, kept, nothing_seen, refused, slots_of
-from hal.paging import runs
+from hal.kv.paging import runs
 
 
 def extend_attention(

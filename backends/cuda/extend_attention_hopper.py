@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, LOG2E
+from hal.triton import launch
 
 ROWS = gl.constexpr(64)
 """Rows of a group of four warps: what one `wgmma` multiplies."""

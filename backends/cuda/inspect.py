@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
-from hal import launch, ops
+from hal import ops
 from hal._errors import HalError
 from hal.backends.cuda import _device, hal_backend
-from hal.ops._spec import Sample
+from hal.ops.spec import Sample
+from hal.triton import launch
 
 ARCHES = (80, 90, 100)
 OPS = tuple(hal_backend().ops)
@@ -132,7 +133,7 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 
 def calls(op: str, sample: Any, arch: int = 90) -> list[Call]:
     """The launches of one sample of the contract."""
-    spec = ops.spec(op)
+    spec = ops.get_spec(op)
     values = spec.make(**sample.params)
     import inspect
 
@@ -158,7 +159,7 @@ BETWEEN = {"assign_extend_cache_locs": (Sample("past-256", {"bs": 300}),)}
 def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
     """A row for every different kernel that the contract's samples make the op start."""
     seen = set()
-    for sample in (*ops.spec(name).samples, *BETWEEN.get(name, ())):
+    for sample in (*ops.get_spec(name).samples, *BETWEEN.get(name, ())):
         cache = str(sample.params.get("cache_dtype"))
         if sample.large or only not in sample.name or (arch < 89 and cache.startswith("e")):
             continue  # fp8 caches: `supports` refuses them there

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal._errors import ArgumentError, HalError
 from hal.backends.cuda._copy import _strides, upload
 from hal.backends.cuda._device import multiprocessors, pdl
-from hal.kvpool import KVPool, Plane
+from hal.kv.pool import KVPool, Plane
+from hal.triton import launch
 
 # Unlike kv_transfer's, these rows never cross a bus that few programs saturate: small tiles, many programs.
 TILE_BYTES = 8192

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import kvplan
 from hal._errors import ArgumentError, HalError
 from hal.backends.cuda import _copy, _engine, _staging
-from hal.kvpool import KVPool
-from hal.launch import lane
+from hal.kv import plan as kvplan
+from hal.kv.pool import KVPool
 from hal.ops.kv_transfer import kv_transfer as reference
+from hal.triton.launch import lane
 
 
 def kv_transfer(

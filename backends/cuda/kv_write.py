@@ -13,9 +13,9 @@ from torch import Tensor, float8_e4m3fn, float8_e5m2
 from torch.cuda import get_device_capability
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.rope_kv_write import _kind, _paging, _store
+from hal.triton import launch
 
 ROWS = 8
 _FP8 = (float8_e4m3fn, float8_e5m2)

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.kv_write import _FP8, kv_write_kernel, no_fp8
 from hal.backends.cuda.rope_kv_write import _as_float, _kind
+from hal.triton import launch
 
 ROWS = 2
 """Of 1 to 32 rows a program and 1 to 8 warps the best from 16 tokens on; kv_write's 8 and 4 took 12 % longer."""

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.kv_write import no_fp8
 from hal.backends.cuda.mla_kv_write import joint
 from hal.backends.cuda.rope_kv_write import _FP8, MANY, _as_float, _kind, _Plan, tiled
+from hal.triton import launch
 
 TILES = ((96, 16, 1, 1), (1024, 32, 2, 2), (MANY, 32, 4, 4))
 """As in rope_kv_write, for heads of 64 and a latent part of 512. Untuned: compile-checked."""

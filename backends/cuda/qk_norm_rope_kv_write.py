@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.kv_write import no_fp8
 from hal.backends.cuda.rope_kv_write import (
@@ -27,6 +26,7 @@ from hal.backends.cuda.rope_kv_write import (
     _store,
     _store_pairs,
 )
+from hal.triton import launch
 
 ROWS = 8
 

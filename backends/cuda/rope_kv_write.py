@@ -15,8 +15,8 @@ from torch import Tensor, float8_e4m3fn, float8_e5m2
 from torch.cuda import get_device_capability
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda._device import pdl
+from hal.triton import launch
 
 Tile = tuple[int, int, int, int]
 """Up to so many tokens, heads of q in a program (of one token or of several), of k and v; warps."""

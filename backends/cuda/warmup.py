@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hal.backends.cuda._device import multiprocessors
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 CORE = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 _TABLE = {"bs": 1, "requests": 1, "width": 8192}
@@ -88,7 +88,7 @@ def warmup(
             compiled for int64 indices, rope_kv_write for Llama-3-8B's heads in bf16; the others for `FORMS`.
     """
     from hal import ops as contracts
-    from hal.launch import lane
+    from hal.triton.launch import lane
 
     if lane() != "device":
         return
@@ -101,7 +101,7 @@ def warmup(
             if op in OPS:
                 progress(i / len(ops), op)
                 given = like.get(op)
-                bind = contracts.spec(op).bind
+                bind = contracts.get_spec(op).bind
                 args = None if given is None else bind(**given) if isinstance(given, dict) else bind(*given)
                 if op in CORE:
                     globals()[f"_{op}"](where, args)
@@ -116,7 +116,7 @@ def example(op: str, where: torch.device) -> dict[str, Any]:
     """Arguments of an op beyond the core, of the form in `FORMS`."""
     from hal import ops as contracts
 
-    made = contracts.spec(op).make(**FORMS[op])
+    made = contracts.get_spec(op).make(**FORMS[op])
     for name, value in made.items():
         if isinstance(value, torch.Tensor):
             made[name] = value.to(where)
@@ -248,8 +248,8 @@ def _kv_transfer(where: torch.device, args: dict[str, Any] | None) -> None:
 
 def status() -> dict[str, str]:
     """How kernels are started, how host copies are batched, and the device memory that staging holds."""
-    from hal import launch
     from hal.backends.cuda import _engine, _staging
+    from hal.triton import launch
 
     told = {"launch": launch.status()}
     if torch.cuda.is_available():
@@ -268,7 +268,7 @@ def tune() -> list[dict[str, Any]]:
     from hal.backends.cuda import _staging
     from hal.backends.cuda.kv_transfer import kv_transfer
     from hal.bench.cuda import wall_gbs
-    from hal.kvpool import KVPool
+    from hal.kv.pool import KVPool
 
     index = torch.cuda.current_device()
     costs: dict[str, list[list[float]]] = {"d2h": [], "h2d": []}

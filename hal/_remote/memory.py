@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal import _host
 from hal._remote.wire import Arguments, Pool, Span, View
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 PAGE = mmap.PAGESIZE
 

@@ -21,7 +21,7 @@ from hal._remote.memory import Memory, Placed
 from hal._remote.target import Bound, Target
 from hal._remote.watch import code_of, watch
 from hal._remote.wire import Arguments, Task
-from hal.ops._spec import SHORT, describe
+from hal.ops.spec import SHORT, describe
 
 Answer = dict[str, Any]
 

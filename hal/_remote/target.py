@@ -14,8 +14,8 @@ import torch
 import hal
 from hal._errors import BackendError, NoBackendError, SelectionError
 from hal._remote.watch import code_of
-from hal.ops import spec as spec_of
-from hal.ops._spec import Signature
+from hal.ops import get_spec as spec_of
+from hal.ops.spec import Signature
 from hal.registry import Impl
 from hal.registry._discover import Entry, resolve
 from hal.registry._dispatch import dispatcher

@@ -4,7 +4,7 @@
 
 import triton.language as tl
 
-from hal import launch
+from hal.triton import launch
 
 
 @launch.jit

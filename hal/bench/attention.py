@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal import _host, launch, ops
+from hal import _host, ops
 from hal.bench.cuda import device_us, host_us
-from hal.ops import _judge
+from hal.ops.proofs import judge as _judge
+from hal.triton import launch
 
 Row = dict[str, Any]
 PAGE = 16
@@ -318,7 +319,7 @@ def _there(value: Any, memo: dict[int, Tensor]) -> Any:
 
 def verdict(name: str, args: dict[str, Any]) -> float:
     """One call through the launcher, then from a captured graph: the error in units of the bound, or AssertionError."""
-    spec = ops.spec(name)
+    spec = ops.get_spec(name)
     fn = getattr(importlib.import_module(f"hal.backends.cuda.{name}"), name)
     wants = spec.oracle(args)
     memo: dict[int, Tensor] = {}
@@ -352,7 +353,7 @@ def check(names: Iterable[str] = ("decode_attention", "extend_attention")) -> li
     """Every sample through the launchers, twice in a captured graph as well. Rows: op, headroom, failures."""
     rows = []
     for name in names:
-        spec, worst, failed = ops.spec(name), 0.0, []
+        spec, worst, failed = ops.get_spec(name), 0.0, []
         for sample in spec.samples:
             try:
                 worst = max(worst, verdict(name, spec.make(**sample.params)))

@@ -29,13 +29,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal import launch
 from hal.backends.cuda import _attention
 from hal.backends.cuda import decode_attention as by_slots
 from hal.backends.cuda._attention import entry, logits, step, tile
 from hal.backends.cuda._split import chunk_of, seek
 from hal.backends.cuda.build_kv_indices_from_blocks import build_kv_indices_from_blocks
 from hal.bench import cuda
+from hal.triton import launch
 
 Row = dict[str, Any]
 DEVICE = "cuda"

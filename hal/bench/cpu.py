@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hal import _host
 from hal.bench import OURS, Row
-from hal.kvpool import KVPool
-from hal.ops import spec
-from hal.ops._judge import right_any
+from hal.kv.pool import KVPool
+from hal.ops import get_spec
+from hal.ops.proofs.judge import right_any
 
 OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 """The ops with a table of their own; the others' are `hal.bench.cpu_engine`'s."""
@@ -85,7 +85,7 @@ def check(
     """Raises unless `call` does what the contract says, to the last bit it allows."""
     args, before = make(), make()
     result = call(args)
-    for what, want in spec(op).oracle(before).items():
+    for what, want in get_spec(op).oracle(before).items():
         got = result if what == "return" else args[what]
         pieces = [(getattr(got, h), w) for h, w in want.fields.items()] if want.fields else [(got, want)]
         for tensor, one in pieces:
@@ -114,13 +114,13 @@ def get_last_loc(quick: bool = False) -> list[Row]:
     for bs in SIZES[:2] if quick else SIZES:
 
         def make(bs: int = bs) -> dict[str, Any]:
-            return spec("get_last_loc").make(bs=bs, requests=512 if quick else 4096, width=8192)
+            return get_spec("get_last_loc").make(bs=bs, requests=512 if quick else 4096, width=8192)
 
         args = tuple(make().values())
         impls: dict[str, Callable[..., Any]] = {
             OURS: ours,
             "eager": eager,
-            "reference": spec("get_last_loc").reference,
+            "reference": get_spec("get_last_loc").reference,
         }
         for name, fn in impls.items():
             # Eager torch may keep the table's int32: a conversion less than the contract asks for.
@@ -170,7 +170,7 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
             }  # fmt: skip
 
         args = tuple(make().values())
-        reference = spec("assign_extend_cache_locs").reference
+        reference = get_spec("assign_extend_cache_locs").reference
         impls: dict[str, Callable[..., Any]] = {
             OURS: ours, "eager, gathered": gathered, "eager, sliced": sliced, "reference": reference,
         }  # fmt: skip
@@ -232,10 +232,10 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
         }  # fmt: skip
 
         def make(params: dict[str, Any] = params) -> dict[str, Any]:
-            return spec("rope_kv_write").make(**params)
+            return get_spec("rope_kv_write").make(**params)
 
         impls: dict[str, Callable[[dict[str, Any]], Any]] = {
-            OURS: partial(_by_name, ours), "reference": partial(_by_name, spec("rope_kv_write").reference),
+            OURS: partial(_by_name, ours), "reference": partial(_by_name, get_spec("rope_kv_write").reference),
         }  # fmt: skip
         if not fp8:
             impls["eager"] = partial(_plain, _eager_rope)
@@ -357,7 +357,7 @@ def dispatch(quick: bool = False) -> list[Row]:
         ("get_last_loc", {"bs": 1}),
         ("rope_kv_write", {"n": 1, "q_heads": 1, "kv_heads": 1, "head_dim": 64}),
     ):
-        a = spec(op).make(**params)
+        a = get_spec(op).make(**params)
         args = [v for v in a.values() if isinstance(v, Tensor)]
         bound = getattr(hal.bind("cpu", backend="cpu"), op)
         checked = getattr(hal.bind("cpu", backend="cpu", checks="args"), op)
@@ -367,7 +367,7 @@ def dispatch(quick: bool = False) -> list[Row]:
             "bound, checked": partial(checked, *args),
             "dispatched": partial(free, *args),
             "dispatched, named": partial(free, *args, backend="cpu"),
-            "reference": partial(spec(op).reference, *args),
+            "reference": partial(get_spec(op).reference, *args),
             "torch.empty_like": partial(torch.empty_like, args[0][:1]),
         }
         rows.append({"op": f"dispatch {op}", **measure(calls, quick)})

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hal import _host
 from hal.bench import OURS, Row
 from hal.bench.cpu import SHAPES, _by_name, check, measure
-from hal.ops import spec
+from hal.ops import get_spec
 
 _TABLE = {"requests": 512, "width": 8192, "longest": 64}
 _PAGED = {"longest": 64, "page_size": 16}
@@ -66,7 +66,7 @@ def engine(op: str, quick: bool = False) -> list[Row]:
     Attention also against torch's fused one, a call a request over its gathered rows.
     """
     size, sizes, shape = ENGINE[op]
-    contract = spec(op)
+    contract = get_spec(op)
     ours = getattr(import_module(f"hal.backends.cpu.{op}"), op)
     impls: dict[str, Callable[[dict[str, Any]], Any]] = {
         OURS: partial(_by_name, ours), "reference": partial(_by_name, contract.reference),

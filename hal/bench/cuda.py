@@ -326,7 +326,7 @@ def kv_transfer(
     Device slots are whole pages in random order, host slots consecutive.
     """
     from hal.backends.cuda.kv_transfer import kv_transfer as ours
-    from hal.kvpool import KVPool
+    from hal.kv.pool import KVPool
 
     out = []
     for kind in kinds:
@@ -458,7 +458,7 @@ def bookkeeping(
         """`at`: which argument is written; None: the table. `peer`: who wrote `theirs`."""
         if only and op not in only:
             return
-        spec = ops.spec(op)
+        spec = ops.get_spec(op)
         mine = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
         args = ours[0]
         wrote = table if at is None else args[at]
@@ -569,7 +569,7 @@ def torch_page_table(table: Tensor, requests: Tensor, keys: Tensor, page: int, o
 
 def programmatic_launch() -> list[Row]:
     """Rows: device microseconds of ops back to back, launched programmatically (``hal``) and not (``without``)."""
-    from hal import launch
+    from hal.triton import launch
 
     tokens = torch.randint(0, 1 << 20, (4096, 8192), dtype=torch.int32, device="cuda")
     index = torch.arange(32, device="cuda", dtype=torch.int64)
@@ -651,7 +651,7 @@ def tables(quick: bool = False) -> dict[str, Any]:
     import triton
 
     from hal.bench import block_table
-    from hal.launch import status
+    from hal.triton.launch import status
 
     properties = torch.cuda.get_device_properties(0)
     rows = [*launcher(), *get_last_loc(), *assign_extend_cache_locs(), *bookkeeping(), *programmatic_launch()]

@@ -27,7 +27,8 @@ from torch.nn.functional import rms_norm
 
 from hal import bench, ops
 from hal.bench import OURS, Row, cuda, peers
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
+from hal.ops.spec import FP8
 
 DEVICE = "cuda"
 SIZES = (1, 16, 256, 4096)
@@ -118,7 +119,7 @@ def _read(op: str, a: Args) -> dict[str, Tensor]:
         return {half: getattr(a["pool"], half)[:, _rows(a)] for half in ("k", "v")}
     return {
         name: _bytes(a[name])[a["slots"]].view(a[name].dtype) if name.endswith("cache") else a[name].clone()
-        for name in ops.spec(op).mutated
+        for name in ops.get_spec(op).mutated
     }
 
 
@@ -134,13 +135,13 @@ def _restore(a: Args, saved: Mapping[str, Tensor]) -> None:
 
 def _bytes(t: Tensor) -> Tensor:
     """As something that torch can index, which fp8 is not."""
-    return t.view(torch.uint8) if t.dtype in ops._spec.FP8 else t
+    return t.view(torch.uint8) if t.dtype in FP8 else t
 
 
 def _wanted(op: str, a: Args) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(before, after): what the reference makes of it. The arguments are left as they were."""
     before = _read(op, a)
-    spec = ops.spec(op)
+    spec = ops.get_spec(op)
     spec.reference(**{name: a[name] for name in a if name in spec.args})
     want = _read(op, a)
     _restore(a, before)
@@ -157,7 +158,7 @@ def _check(name: str, op: str, a: Args, call: Callable[[], Any], want: Mapping[s
     returned = call()
     got = {**_read(op, a), **(returned if isinstance(returned, dict) else {})}
     for part, right in want.items():
-        if op in ("kv_move", "kv_write", "mla_kv_write") and right.dtype not in ops._spec.FP8:
+        if op in ("kv_move", "kv_write", "mla_kv_write") and right.dtype not in FP8:
             if not torch.equal(got[part], right):
                 raise AssertionError(f"{op}: {name}: wrong rows in {part}")
             continue

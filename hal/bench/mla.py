@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hal.bench.attention import verdict
 from hal.bench.cuda import device_us, host_us
-from hal.ops import spec
+from hal.ops import get_spec
 
 PAGE = 64
 POINTS = (
@@ -105,7 +105,7 @@ class Inputs:
 
 def check() -> None:
     """Every sample of the contract with MLA's rows, and `FORMS`; raises where one is wrong."""
-    made = spec("decode_attention")
+    made = get_spec("decode_attention")
     usual = {"bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
     worst = 0.0
     for form in FORMS:

@@ -40,12 +40,12 @@ def child(what: str) -> None:
         torch.cuda.synchronize()
         return
     from hal import _host, ops
-    from hal.kvpool import KVPool
+    from hal.kv.pool import KVPool
 
     count = 0
     for op in what.split(","):
         launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
-        spec = ops.spec(op)
+        spec = ops.get_spec(op)
         kinds = inspect.signature(spec.reference).parameters.values()
         for sample in spec.samples:
             if sample.large or not any(k in sample.name for k in KINDS):

@@ -23,7 +23,7 @@ from torch import Tensor
 from hal import _host
 from hal._remote.memory import PAGE, Memory
 from hal._remote.wire import Arguments, Pool, Span, View
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 POISONS = (0xFF, 0x5A)
 """A NaN in every float dtype and -1 in every integer; a finite number, far out of range as an index."""

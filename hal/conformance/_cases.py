@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hal.conformance._fresh import names as fresh_names
 from hal.conformance._result import Case
-from hal.ops._spec import INDEX, OpSpec, PoolArg, Sample, TensorArg
+from hal.ops.spec import INDEX, OpSpec, PoolArg, Sample, TensorArg
 
 T = TypeVar("T")
 

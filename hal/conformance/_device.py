@@ -13,8 +13,8 @@ from hal.conformance._arena import POISONS, Placed
 from hal.conformance._proofs import Outcome, Run
 from hal.conformance._result import NOT_APPLICABLE, NOT_RUN
 from hal.conformance._verdict import Failure, Ret
-from hal.ops._judge import Want
-from hal.ops._spec import Sample
+from hal.ops.proofs.judge import Want
+from hal.ops.spec import Sample
 
 SPIN_MS = 60
 """How long the kernel spins that a call must not wait for: far longer than any launch, far shorter than a hang."""

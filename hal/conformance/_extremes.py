@@ -23,7 +23,7 @@ from hal.conformance._arena import POISONS
 from hal.conformance._cases import index_arguments, spread
 from hal.conformance._hands import Died
 from hal.conformance._verdict import Failure
-from hal.ops._spec import FLOATS, INDEX, OpSpec, ValueArg
+from hal.ops.spec import FLOATS, INDEX, OpSpec, ValueArg
 
 if TYPE_CHECKING:
     from hal.conformance._proofs import Run

@@ -12,8 +12,8 @@ from itertools import combinations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from hal.ops._fresh import Fresh, Wide
-from hal.ops._spec import OpSpec
+from hal.ops.proofs.fresh import Fresh, Wide
+from hal.ops.spec import OpSpec
 
 if TYPE_CHECKING:
     from hal.conformance._proofs import Run

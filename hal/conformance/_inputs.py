@@ -12,7 +12,7 @@ from hal._errors import ArgumentError
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import spread
 from hal.conformance._verdict import Failure
-from hal.ops._spec import OpSpec, TensorArg
+from hal.ops.spec import OpSpec, TensorArg
 
 if TYPE_CHECKING:
     from hal.conformance._proofs import Run

@@ -116,7 +116,7 @@ class Apart:
 def main() -> None:
     """The process of `Apart`: an order on stdin, lines of JSON on a pipe."""
     from hal._remote.serve import end_with_parent
-    from hal.ops import spec
+    from hal.ops import get_spec
 
     end_with_parent()
     order = json.load(sys.stdin)
@@ -131,7 +131,7 @@ def main() -> None:
 
             specs = {op: live.current().spec(op) for op in job.ops or ()}
         else:
-            specs = {op: spec(op) for op in job.ops or ()}
+            specs = {op: get_spec(op) for op in job.ops or ()}
         cases = case_list(specs)
         if order["plugin"]:
             say(cases=[asdict(c) for c in cases])

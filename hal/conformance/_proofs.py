@@ -37,9 +37,9 @@ from hal.conformance._result import (
 )
 from hal.conformance._soak import later, leak, soak
 from hal.conformance._verdict import Failure, Ret, judge
-from hal.kvpool import KVPool
-from hal.ops._judge import Candidate, Want, same_bits
-from hal.ops._spec import OpSpec, PoolArg, Sample
+from hal.kv.pool import KVPool
+from hal.ops.proofs.judge import Candidate, Want, same_bits
+from hal.ops.spec import OpSpec, PoolArg, Sample
 
 BOUND, DISPATCHED = "bound", "dispatched"
 WAYS = ((BOUND, POISONS[0]), (BOUND, POISONS[1]), (DISPATCHED, POISONS[1]))

@@ -29,7 +29,7 @@ from hal.conformance._sources import code_of
 from hal.conformance._verify import beyond_samples, core_ops, inconsistencies, read, simulates
 from hal.conformance._worker import Worker
 from hal.conformance._writers import Report
-from hal.ops import BUILTIN, spec
+from hal.ops import BUILTIN, get_spec
 
 EXAMPLES = 60
 
@@ -87,7 +87,7 @@ def run(
         together = sorted((c for c in ours if c.proof not in ALONE), key=lambda c: c.proof != "ragged")
         _at_once(worker, [s for s in (together[i::jobs] for i in range(jobs)) if s], tell)
         ours = [c for c in ours if c.proof in ALONE]
-    judge(worker, ours, {op: spec(op) for op in dict.fromkeys(c.op for c in ours)}, tell)
+    judge(worker, ours, {op: get_spec(op) for op in dict.fromkeys(c.op for c in ours)}, tell)
     if theirs:
         job = replace(worker.job, ops=tuple(dict.fromkeys(c.op for c in theirs)))
         Apart(job, plugin=True).results(theirs, tell)
@@ -207,7 +207,7 @@ def judged(
         names = _ops_of(worker, ops)
         mine = [op for op in names if op in BUILTIN]
         own = [op for op in names if op not in BUILTIN]
-        cases = case_list({op: spec(op) for op in mine}) + listed(worker, own)
+        cases = case_list({op: get_spec(op) for op in mine}) + listed(worker, own)
         outcome = run(worker, cases, progress(cases) if progress else lambda r, i, n: None, jobs)
     if (suite, code) != (suite_hash(), code_of(backend, imports)):
         raise Fatal("the suite's sources or the backend's have changed while it ran: run it again")
@@ -345,7 +345,7 @@ def _again(
     seed = random.SystemRandom().randrange(2**32)
     ran = [r for r in report["cases"] if r["outcome"] != NOT_RUN]
     some = {r["id"]: r for r in random.Random(seed).sample(ran, min(count, len(ran)))}
-    ours = case_list({op: spec(op) for op in report["suite"]["ops"] if op in BUILTIN})
+    ours = case_list({op: get_spec(op) for op in report["suite"]["ops"] if op in BUILTIN})
     cases = [c for c in [*ours, *theirs] if c.id in some]
     outcome = run(worker, cases)
     differing = 0

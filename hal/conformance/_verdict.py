@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hal.conformance._arena import Block, Placed
-from hal.ops._judge import Want, headroom, right_any, same_bits
-from hal.ops._spec import SHORT
+from hal.ops.proofs.judge import Want, headroom, right_any, same_bits
+from hal.ops.spec import SHORT
 
 
 class Failure(Exception):

@@ -15,8 +15,8 @@ from hal.conformance._cases import DEVICE_PROOFS, case_list, suite_hash
 from hal.conformance._result import NOT_APPLICABLE, OUTCOMES, PASSED, SIMULATED, Case
 from hal.conformance._schema import misfits
 from hal.conformance._sources import changed, code_of
-from hal.ops import BUILTIN, spec
-from hal.ops._spec import PoolArg
+from hal.ops import BUILTIN, get_spec
+from hal.ops.spec import PoolArg
 from hal.registry._points import BUILTIN as BACKENDS
 
 MAY_NOT_APPLY = ("pages", "determinism", "placement", *DEVICE_PROOFS)
@@ -46,12 +46,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def core_ops() -> list[str]:
     """The ops that a certified backend must have."""
-    return [name for name in BUILTIN if spec(name).core]
+    return [name for name in BUILTIN if get_spec(name).core]
 
 
 def beyond_samples(ops: Sequence[str], lane: str) -> dict[str, Any]:
     """How far and how long the lane is tried beyond the fixed samples: what a slow lane leaves out stands here."""
-    specs = {op: spec(op) for op in ops if op in BUILTIN}
+    specs = {op: get_spec(op) for op in ops if op in BUILTIN}
     # As JSON has it, so that a report that was read is compared with equals.
     told: dict[str, Any] = json.loads(
         json.dumps({"fresh": _fresh.plan(specs, lane), "soak": _soak.plan(lane)})
@@ -64,7 +64,7 @@ def simulates(case: Case, lane: str) -> bool:
     another, which no kernel does on a lowered device."""
     if lane != "lowered" or case.op not in BUILTIN:
         return False
-    return sum(isinstance(a, PoolArg) for a in spec(case.op).args.values()) > 1
+    return sum(isinstance(a, PoolArg) for a in get_spec(case.op).args.values()) > 1
 
 
 def inconsistencies(report: Mapping[str, Any], theirs: Sequence[Case] = ()) -> tuple[list[str], list[str]]:
@@ -81,7 +81,7 @@ def inconsistencies(report: Mapping[str, Any], theirs: Sequence[Case] = ()) -> t
     unknown = [op for op in ops if op not in BUILTIN and op not in {c.op for c in theirs}]
     if unknown:
         return [*wrong, f"unknown ops: {', '.join(unknown)}"], []
-    cases = [*case_list({op: spec(op) for op in ops if op in BUILTIN}), *theirs]
+    cases = [*case_list({op: get_spec(op) for op in ops if op in BUILTIN}), *theirs]
     rows = {r["id"]: r for r in report["cases"]}
     if len(rows) != len(report["cases"]):
         wrong.append(f"{len(report['cases']) - len(rows)} cases are listed twice")

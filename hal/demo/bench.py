@@ -14,7 +14,7 @@ import hal
 from hal.demo.engine import Engine
 from hal.demo.graphs import record_cuda
 from hal.demo.model import Llama
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 ROUNDS = 7
 Tokens = list[list[int]]

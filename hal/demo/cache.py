@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hal
 from hal.demo.model import Batch
-from hal.kvpool import KVPool, SlotAllocator
+from hal.kv.pool import KVPool, SlotAllocator
 
 Prefix = tuple[int, tuple[int, ...]]
 """The page before (-1: none) and a page's own tokens: with that, all tokens up to the page's end."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import _host
-from hal.kvpool import KVPool
+from hal.kv.pool import KVPool
 
 
 @dataclass(frozen=True)

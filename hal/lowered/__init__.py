@@ -1,6 +1,6 @@
 """The lowered lane: Ascend kernels, lowered by Ascend's own compiler and run on the CPU.
 
-For any Ascend plugin, not only ours: with ``HAL_LANE=lowered`` in the environment, `hal.launch` sends
+For any Ascend plugin, not only ours: with ``HAL_LANE=lowered`` in the environment, `hal.triton.launch` sends
 every kernel here. What runs is the IR that the NPU's compiler gets, so what lowering does to a kernel
 (a masked-off lane that is read all the same, a store that became read-modify-write of a whole block)
 happens here too, and Triton's interpreter doesn't show it. Every access is checked before it is made:

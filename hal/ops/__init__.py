@@ -1,4 +1,4 @@
-"""Op contracts. ``spec(name)`` is the `OpSpec` of one of hal's own ops; one file each beside this one.
+"""Op contracts. ``get_spec(name)`` is the `OpSpec` of one of hal's own ops; one file each beside this one.
 
 An op that a plugin brings (hook ``hal_ops``) is called as ``hal.ops.<name>(...)``. Importing this package imports
 nothing else; an op's file imports torch.
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hal.ops._spec import OpSpec
+    from hal.ops.spec import OpSpec
 
 BUILTIN = (
     "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
@@ -21,7 +21,7 @@ BUILTIN = (
 """The ops of hal itself, in the order of the tables that list them."""
 
 
-def spec(name: str) -> OpSpec:
+def get_spec(name: str) -> OpSpec:
     """The contract of one of hal's own ops.
 
     Raises:

@@ -12,12 +12,12 @@ from torch import Tensor
 from hal import _host
 from hal._errors import ArgumentError
 from hal._memory import finite, shown
-from hal.ops._fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
-from hal.ops._judge import Candidate, Want, attention_slack
-from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
-from hal.ops._spec import FLOATS, FP8, INDEX, SHORT, Sample, ScaleArg, TensorArg, ValueArg, describe
 from hal.ops._torch import in_range
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
+from hal.ops.proofs.judge import Candidate, Want, attention_slack
+from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, Sample, ScaleArg, TensorArg, ValueArg, describe
 
 STATIC = frozenset({"q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size"})
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops._spans import LONGEST, check_page_size, extent, extents, spread
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 from hal.ops.compute_positions import lengths
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 
 
 def alloc_extend(

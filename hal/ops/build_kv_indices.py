@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spans import LONGEST, columns, extent, extents, spread
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, describe
 from hal.ops._torch import in_range
 from hal.ops.assign_extend_cache_locs import FRESH
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, describe
 
 
 def build_kv_indices(

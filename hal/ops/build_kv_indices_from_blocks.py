@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import COLUMNS, MANY, REQUESTS, TOKENS, Fresh, Wide
-from hal.ops._judge import Want
-from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spans import LONGEST, check_page_size, extent, extents, spread
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 from hal.ops.alloc_extend import largest_page, slot_in
 from hal.ops.build_kv_indices import check_indptr, listing, write_sums
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import COLUMNS, MANY, REQUESTS, TOKENS, Fresh, Wide
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.judge import Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 
 
 def build_kv_indices_from_blocks(

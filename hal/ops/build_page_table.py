@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._fresh import COLUMNS, MANY, PAIRS, Wide, table_fresh
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
 from hal.ops._spans import check_page_size
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 from hal.ops._torch import in_range
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import COLUMNS, MANY, PAIRS, Wide, table_fresh
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg, ValueArg
 
 
 def build_page_table(

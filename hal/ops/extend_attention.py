@@ -12,10 +12,10 @@ from torch import Tensor
 from hal import _host
 from hal._errors import ArgumentError
 from hal.ops import _attention
-from hal.ops._fresh import TOKENS, Wide, room_for
-from hal.ops._judge import Want
-from hal.ops._make import generator
-from hal.ops._spec import ErrorSample, OpSpec, Sample, ValueArg, describe
+from hal.ops.proofs.fresh import TOKENS, Wide, room_for
+from hal.ops.proofs.inputs import generator
+from hal.ops.proofs.judge import Want
+from hal.ops.spec import ErrorSample, OpSpec, Sample, ValueArg, describe
 
 
 def extend_attention(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import table_fresh
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import INDEX_DTYPES, generator, odd_indices, randint, row_view
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 from hal.ops._torch import in_range
+from hal.ops.proofs.fresh import table_fresh
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 
 
 def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.kvpool import KVPool
-from hal.ops._fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, PoolArg, Sample, TensorArg, ValueArg, describe
+from hal.kv.pool import KVPool
 from hal.ops._torch import in_range, store_rows
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, PoolArg, Sample, TensorArg, ValueArg, describe
 
 METHODS = ("auto", "kernel", "direct")
 

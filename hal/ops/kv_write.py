@@ -11,9 +11,13 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import TOKENS, Fresh, Wide, room_for
-from hal.ops._judge import ROPE_SLACK, Want, largest
-from hal.ops._spec import (
+from hal.ops._torch import in_range, store_rows
+from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import TOKENS, Fresh, Wide, room_for
+from hal.ops.proofs.judge import ROPE_SLACK, Want, largest
+from hal.ops.rope_kv_write import FRESH, _rows_wanted, _scaled
+from hal.ops.rope_kv_write import SPEC as ROPE
+from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
@@ -25,10 +29,6 @@ from hal.ops._spec import (
     TensorArg,
     describe,
 )
-from hal.ops._torch import in_range, store_rows
-from hal.ops.get_last_loc import check_range
-from hal.ops.rope_kv_write import FRESH, _rows_wanted, _scaled
-from hal.ops.rope_kv_write import SPEC as ROPE
 
 
 def kv_write(

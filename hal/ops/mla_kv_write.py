@@ -10,10 +10,13 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
-from hal.ops._spec import (
+from hal.ops.get_last_loc import check_range
+from hal.ops.kv_write import SPEC as KV_WRITE
+from hal.ops.proofs.fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.rope_kv_write import _nested
+from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
@@ -25,9 +28,6 @@ from hal.ops._spec import (
     TensorArg,
     describe,
 )
-from hal.ops.get_last_loc import check_range
-from hal.ops.kv_write import SPEC as KV_WRITE
-from hal.ops.rope_kv_write import _nested
 
 
 def mla_kv_write(

@@ -11,21 +11,6 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
-from hal.ops._judge import Want
-from hal.ops._make import FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
-from hal.ops._spec import (
-    FLOATS,
-    INDEX,
-    SHORT,
-    ErrorSample,
-    OpSpec,
-    Sample,
-    ScaleArg,
-    TensorArg,
-    ValueArg,
-    describe,
-)
 from hal.ops.get_last_loc import check_range
 from hal.ops.mla_kv_write import (
     CACHE,
@@ -42,7 +27,22 @@ from hal.ops.mla_kv_write import (
     make_scale,
     make_slots,
 )
+from hal.ops.proofs.fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.judge import Want
 from hal.ops.rope_kv_write import SPEC as ROPE
+from hal.ops.spec import (
+    FLOATS,
+    INDEX,
+    SHORT,
+    ErrorSample,
+    OpSpec,
+    Sample,
+    ScaleArg,
+    TensorArg,
+    ValueArg,
+    describe,
+)
 
 
 def mla_rope_kv_write(

@@ -13,12 +13,12 @@ from torch import Tensor
 from hal import _host
 from hal._errors import ArgumentError
 from hal._memory import finite, shown
-from hal.ops._judge import Candidate, Want, norm_rope_slack
-from hal.ops._make import FLOAT_DTYPES, generator
-from hal.ops._spec import FLOATS, SHORT, ErrorSample, OpSpec, Sample, TensorArg, ValueArg, describe
 from hal.ops._torch import in_range, store_rows
+from hal.ops.proofs.inputs import FLOAT_DTYPES, generator
+from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
 from hal.ops.rope_kv_write import FRESH, _rotate, _scaled, _terms, caches_wanted, check_call, check_values
 from hal.ops.rope_kv_write import SPEC as ROPE
+from hal.ops.spec import FLOATS, SHORT, ErrorSample, OpSpec, Sample, TensorArg, ValueArg, describe
 
 
 def qk_norm_rope_kv_write(

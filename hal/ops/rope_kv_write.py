@@ -10,10 +10,12 @@ from torch import Tensor
 
 from hal import _host
 from hal._errors import ArgumentError
-from hal.ops._fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
-from hal.ops._judge import ROPE_SLACK, Candidate, Want, largest
-from hal.ops._make import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
-from hal.ops._spec import (
+from hal.ops._torch import in_range, saturated, store_rows
+from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
+from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
@@ -26,8 +28,6 @@ from hal.ops._spec import (
     ValueArg,
     describe,
 )
-from hal.ops._torch import in_range, saturated, store_rows
-from hal.ops.get_last_loc import check_range
 
 
 def rope_kv_write(

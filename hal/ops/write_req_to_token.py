@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._fresh import REQUESTS, Wide
-from hal.ops._judge import Candidate, Want
-from hal.ops._make import INDEX_DTYPES, generator, randint
 from hal.ops._spans import LONGEST, clamped_lengths, spread
-from hal.ops._spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 from hal.ops._torch import in_range
 from hal.ops.assign_extend_cache_locs import FRESH
 from hal.ops.assign_extend_cache_locs import SPEC as ASSIGN
 from hal.ops.get_last_loc import check_range
+from hal.ops.proofs.fresh import REQUESTS, Wide
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, randint
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import INDEX, ErrorSample, OpSpec, Sample, TensorArg
 
 
 def write_req_to_token(

@@ -209,15 +209,15 @@ def test_a_call_that_raises_is_no_call_of_a_backend() -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_off_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.ops import spec
+    from hal.ops import get_spec
 
     for value in ("", "0"):
         monkeypatch.setenv("HAL_TRACE", value)
         hal.reload()
-        assert hal.bind("cpu", "reference").get_last_loc is spec("get_last_loc").reference
+        assert hal.bind("cpu", "reference").get_last_loc is get_spec("get_last_loc").reference
         assert (
             hal.bind("cpu", "reference", like={"get_last_loc": ARGS}).get_last_loc
-            is spec("get_last_loc").reference
+            is get_spec("get_last_loc").reference
         )
     before = hal.trace().rows
     hal.get_last_loc(*ARGS, backend="reference")

@@ -35,7 +35,7 @@ def test_replays_on_what_recorded_it(recorded: Path) -> None:
 
 def equal_slots(op: str, case: str) -> bool:
     """Which of several rows a slot gets is nobody's to say: torch's threads race for it."""
-    s = hal.ops.spec(op)
+    s = hal.ops.get_spec(op)
     params = next(x.params for x in s.samples if x.name == case)
     want = s.oracle(s.make(seed=2026, **params))
     return any(len(w.candidates) > 1 for w in golden._parts(want).values())
@@ -77,7 +77,7 @@ def test_what_a_backend_does_not_do_is_not_run(recorded: Path, capsys: pytest.Ca
     def refuses(sig: Any) -> str | None:
         return "no int64" if sig["prefix_lens"].dtype == torch.int64 else None
 
-    reference = hal.ops.spec("get_last_loc").reference
+    reference = hal.ops.get_spec("get_last_loc").reference
     hal.register("get_last_loc", backend="golden_half", devices=("cpu",), supports=refuses)(reference)
     outcomes = golden.replay(recorded, "golden_half", "cpu")
     declined = [o for o in outcomes if not o.ran]
@@ -97,7 +97,7 @@ def test_what_a_backend_does_not_do_is_not_run(recorded: Path, capsys: pytest.Ca
 
 def test_exit_codes(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """1 where something failed, 2 for a name that nobody has, 3 where nothing ran; one that breaks has failed."""
-    spec = hal.ops.spec("kv_write")
+    spec = hal.ops.get_spec("kv_write")
 
     def breaks(sig: Any) -> str | None:
         raise OSError("lost")

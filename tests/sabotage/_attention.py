@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hal.ops import _attention, spec
+from hal.ops import _attention, get_spec
 from hal.ops._torch import in_range
 from sabotage._healthy import fault
 from sabotage._kv import changing
@@ -24,7 +24,7 @@ def ranged(see: Callable[[dict[str, Any], Any, Any, Any, Any], tuple[Any, Any]])
 
     def make(good: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            a = spec(EXTEND).bind(*args, **kwargs)
+            a = get_spec(EXTEND).bind(*args, **kwargs)
             n, nnz = a["q"].shape[0], a["kv_indices"].shape[0]
             begin, stop = _attention.bounds(a["qo_indptr"], n)
             start, end = _attention.bounds(a["kv_indptr"], nnz)
@@ -125,7 +125,7 @@ def the_page_of_a_slot_is_found_by_a_power_of_two(a: dict[str, Any]) -> None:
 @fault(DECODE, OUT)
 def query_heads_take_turns_at_the_kv_heads(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         heads, kv_heads = a["q"].shape[1], a["k_cache"].shape[-2]
         # Head h reads kv head h % kv_heads: sorted by that, the healthy mapping is this one.
         order = torch.arange(heads, device=a["q"].device).view(-1, kv_heads).t().reshape(-1)
@@ -144,7 +144,7 @@ def query_heads_take_turns_at_the_kv_heads(good: Any) -> Any:
 @fault(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected .*, got (nan|inf)")
 def softmax_without_its_maximum(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
         out = good(**{**a, "lse": lse})
         # exp(88.8) is too large for fp32; so is then the sum, and the quotient of two infinities is NaN.
@@ -159,7 +159,7 @@ def softmax_without_its_maximum(good: Any) -> Any:
 @fault(DECODE, LSE)
 def the_lse_lacks_the_maximum(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         out = good(**a)
         if a["lse"] is None:
             return out
@@ -179,7 +179,7 @@ def the_lse_lacks_the_maximum(good: Any) -> Any:
 @fault(DECODE, LSE)
 def the_lse_is_in_base_2(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         out = good(**a)
         if a["lse"] is not None:
             a["lse"].mul_(math.log2(math.e))
@@ -191,7 +191,7 @@ def the_lse_is_in_base_2(good: Any) -> Any:
 @fault(DECODE, OUT)
 def splits_are_merged_without_their_weights(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
         if a["sliding_window"] >= 0 or not bool((end - begin > 600).any()):
             return good(**a)
@@ -212,7 +212,7 @@ def splits_are_merged_without_their_weights(good: Any) -> Any:
 @fault(DECODE, OUT)
 def float32_is_rounded_to_tf32(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         if a["q"].dtype == torch.float32:
             # The last 13 bits of the mantissa are what the tensor cores leave out.
             a["q"] = ((a["q"].contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -224,7 +224,7 @@ def float32_is_rounded_to_tf32(good: Any) -> Any:
 @fault(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected 0, got nan")
 def nothing_to_see_gives_nan(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(DECODE).bind(*args, **kwargs)
+        a = get_spec(DECODE).bind(*args, **kwargs)
         lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
         out = good(**{**a, "lse": lse})
         if a["lse"] is not None:
@@ -286,7 +286,7 @@ def mla_reads_v_from_the_end_of_the_row(a: dict[str, Any]) -> None:
 @fault(EXTEND, r"out\[.*changed, though the contract does not name it")
 def rows_of_no_request_are_cleared(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        a = spec(EXTEND).bind(*args, **kwargs)
+        a = get_spec(EXTEND).bind(*args, **kwargs)
         out = good(**a)
         begin, stop = _attention.bounds(a["qo_indptr"], a["q"].shape[0])
         t = torch.arange(a["q"].shape[0], device=out.device).view(-1, 1)

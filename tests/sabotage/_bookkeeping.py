@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hal.ops import get_spec
 from sabotage._healthy import fault
 
 LAST, ASSIGN = "get_last_loc", "assign_extend_cache_locs"
@@ -126,10 +127,9 @@ def keeps_every_result(good: Any) -> Any:
 
 @fault(LAST, r"fell back in secret: the bound call ran hal's reference's code")
 def falls_back_in_secret(good: Any) -> Any:
-    from hal.ops import spec
 
     def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        return spec(LAST).reference(req_to_token, req_pool_indices, prefix_lens)
+        return get_spec(LAST).reference(req_to_token, req_pool_indices, prefix_lens)
 
     return run
 

@@ -12,13 +12,13 @@ from types import FunctionType
 from typing import Any
 
 from hal._remote.target import Bound, always
-from hal.ops import spec
-from hal.ops._spec import Signature
+from hal.ops import get_spec
+from hal.ops.spec import Signature
 
 
 def copy_of(op: str) -> Callable[..., Any]:
     """The reference of `op` with a code object of its own."""
-    fn = spec(op).reference
+    fn = get_spec(op).reference
     code = fn.__code__.replace(co_filename="healthy.py")
     copy = FunctionType(code, fn.__globals__, op, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__

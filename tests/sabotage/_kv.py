@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hal.kvpool import KVPool
-from hal.ops import spec
+from hal.kv.pool import KVPool
+from hal.ops import get_spec
 from hal.ops._torch import store_rows
 from sabotage._healthy import fault
 from sabotage._transfer import halves
@@ -22,7 +22,7 @@ def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..
     def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         def make(good: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
-                a = spec(op).bind(*args, **kwargs)
+                a = get_spec(op).bind(*args, **kwargs)
                 change(a)
                 return good(**a)
 
@@ -40,7 +40,7 @@ def undoing(op: str, message: str, part: Callable[[dict[str, Any]], Any]) -> Cal
     def add(named: Callable[..., None]) -> Callable[..., Any]:
         def make(good: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> None:
-                a = spec(op).bind(*args, **kwargs)
+                a = get_spec(op).bind(*args, **kwargs)
                 view = part(a)
                 view = view.view(torch.uint8) if view.dtype.itemsize == 1 else view
                 was = view.clone()
@@ -83,7 +83,7 @@ def the_rope_part_comes_first(good: Any) -> Any:
 
 @changing(MLA_ROPE, r"kv_cache\[.*times the allowed error")
 def the_row_keeps_the_unrotated_rope_part(a: dict[str, Any]) -> None:
-    spec(MLA).reference(a["kv_lora"], a["k_rope"], a["kv_cache"], a["slots"], kv_scale=a["kv_scale"])
+    get_spec(MLA).reference(a["kv_lora"], a["k_rope"], a["kv_cache"], a["slots"], kv_scale=a["kv_scale"])
     a["slots"] = torch.full_like(a["slots"], -1)
 
 
@@ -100,7 +100,7 @@ def k_rope_is_written_though_it_should_stay(a: dict[str, Any]) -> None:
 @fault(MLA_ROPE, r"^bound call: kv_cache\[.*times the allowed error")
 def only_the_latent_part_is_scaled(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MLA_ROPE).bind(*args, **kwargs)
+        a = get_spec(MLA_ROPE).bind(*args, **kwargs)
         copies = {x: a[x].clone() for x in ("q_rope", "k_rope", "kv_cache")}
         good(**a)
         if a["kv_scale"] is not None:
@@ -136,7 +136,7 @@ def the_norm_s_weight_is_one(a: dict[str, Any]) -> None:
 @fault(NORM, r"q\[.*times the allowed error")
 def normalised_over_the_token_instead_of_the_head(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(NORM).bind(*args, **kwargs)
+        a = get_spec(NORM).bind(*args, **kwargs)
         squares = a["q"].float().square().mean(-1, keepdim=True)
         wrong = ((squares + a["eps"]) / (squares.mean(-2, keepdim=True) + a["eps"])).sqrt()
         good(**a)
@@ -149,15 +149,15 @@ def normalised_over_the_token_instead_of_the_head(good: Any) -> Any:
 @fault(NORM, r"[qk]\[.*times the allowed error")
 def rounded_between_the_norm_and_the_rotation(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(NORM).bind(*args, **kwargs)
+        a = get_spec(NORM).bind(*args, **kwargs)
         valid = ((a["positions"] >= 0) & (a["positions"] < a["cos_sin_cache"].shape[0])).view(-1, 1, 1)
         k = a["k"] if a["write_k"] else a["k"].clone()
         for x, weight in ((a["q"], a["q_weight"]), (k, a["k_weight"])):
             y = x.float()
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + a["eps"]) * weight.float()
             x.copy_(torch.where(valid, y.to(x.dtype), x))
-        rope = {n: a[n] for n in spec("rope_kv_write").args}
-        spec("rope_kv_write").reference(**{**rope, "k": k})
+        rope = {n: a[n] for n in get_spec("rope_kv_write").args}
+        get_spec("rope_kv_write").reference(**{**rope, "k": k})
 
     return run
 
@@ -165,11 +165,11 @@ def rounded_between_the_norm_and_the_rotation(good: Any) -> Any:
 @fault(NORM, r"k_cache\[.*times the allowed error")
 def the_cache_gets_k_without_its_norm(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(NORM).bind(*args, **kwargs)
-        rope = {n: a[n] for n in spec("rope_kv_write").args} | {"q": a["q"].clone(), "k": a["k"].clone()}
+        a = get_spec(NORM).bind(*args, **kwargs)
+        rope = {n: a[n] for n in get_spec("rope_kv_write").args} | {"q": a["q"].clone(), "k": a["k"].clone()}
         good(**a)
         if a["k_cache"] is not None:
-            spec("rope_kv_write").reference(**rope)
+            get_spec("rope_kv_write").reference(**rope)
 
     return run
 
@@ -184,7 +184,7 @@ def _one_pair(a: dict[str, Any], i: int) -> dict[str, Any]:
 @fault(MOVE, r"pool\.k\[.*expected")
 def moved_one_pair_after_the_other(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         for i in range(a["src_slots"].shape[0]):
             good(**_one_pair(a, i))
 
@@ -194,7 +194,7 @@ def moved_one_pair_after_the_other(good: Any) -> Any:
 @fault(MOVE, r"pool\.k\[.*expected")
 def moved_from_the_last_pair_to_the_first(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         for i in reversed(range(a["src_slots"].shape[0])):
             good(**_one_pair(a, i))
 
@@ -204,7 +204,7 @@ def moved_from_the_last_pair_to_the_first(good: Any) -> Any:
 @fault(MOVE, r"pool\.k\[.*expected")
 def gathered_in_blocks_of_256_pairs(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         for i in range(0, a["src_slots"].shape[0], 256):
             block = {x: a[x][i : i + 256] for x in ("src_slots", "dst_slots")}
             good(**{**a, **block})
@@ -215,7 +215,7 @@ def gathered_in_blocks_of_256_pairs(good: Any) -> Any:
 @fault(MOVE, r"pool\.v.*(never written|expected)")
 def v_does_not_move(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         pool = a["pool"]
         a["pool"] = KVPool(pool.k, None, layout=pool.layout, page_size=pool.page_size)
         good(**a)
@@ -231,7 +231,7 @@ def moves_in_all_layers(a: dict[str, Any]) -> None:
 @fault(MOVE, r"pool\.k.*expected|pool\.k.*changed")
 def a_pair_without_a_source_clears_its_target(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         good(**a)
         pool = a["pool"]
         if pool.layout != "layer_first" or isinstance(pool.k, tuple):
@@ -248,7 +248,7 @@ def a_pair_without_a_source_clears_its_target(good: Any) -> Any:
 @fault(MOVE, r"workspace: \d+ bytes written outside the tensor")
 def the_workspace_is_taken_to_hold_all_layers(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         good(**a)
         work, pool = a["workspace"], a["pool"]
         need = a["src_slots"].shape[0] * pool.planes()[0].row_bytes * pool.num_layers
@@ -262,7 +262,7 @@ def the_workspace_is_taken_to_hold_all_layers(good: Any) -> Any:
 @fault(MOVE, r"src_slots\[\d+\]: changed")
 def sorts_the_pairs_in_place(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(MOVE).bind(*args, **kwargs)
+        a = get_spec(MOVE).bind(*args, **kwargs)
         good(**a)
         a["src_slots"].copy_(a["src_slots"].sort().values)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hal.ops import spec
-from hal.ops._spec import FP8
+from hal.ops import get_spec
+from hal.ops.spec import FP8
 from sabotage._healthy import fault
 
 ROPE = "rope_kv_write"
@@ -21,7 +21,7 @@ def changed(
 
     def make(good: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            a = spec(ROPE).bind(*args, **kwargs)
+            a = get_spec(ROPE).bind(*args, **kwargs)
             was = dict(a)
             kept = change(a)
             good(**a)
@@ -145,7 +145,7 @@ simple("no_saturation", r"_cache\[.*expected -?(448|57344), got (nan|-?inf)", la
 def _through(dtype: torch.dtype) -> Callable[..., Any]:
     def make(good: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
-            a = spec(ROPE).bind(*args, **kwargs)
+            a = get_spec(ROPE).bind(*args, **kwargs)
             q, k = a["q"].float(), a["k"].float()
             good(q, k, a["v"], a["cos_sin_cache"].float(), a["positions"], interleaved=a["interleaved"])
             rounded_k = k.to(dtype).to(a["k"].dtype)
@@ -168,7 +168,7 @@ fault(ROPE, r"q\[.*times the allowed error")(named("double_rounding_through_fp16
 @fault(ROPE, r"q\[.*times the allowed error")
 def accumulates_in_bf16(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         if a["q"].dtype == torch.bfloat16 and not a["interleaved"] and a["q"].shape[0]:
             cos_sin = a["cos_sin_cache"].bfloat16()
             rows = a["positions"].clamp(0, max(cos_sin.shape[0] - 1, 0)).long()
@@ -186,7 +186,7 @@ def accumulates_in_bf16(good: Any) -> Any:
 @fault(ROPE, r"k_cache\[.*times the allowed error")
 def fp8_from_the_rounded_k(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         if a["k_cache"] is None or a["k_cache"].dtype not in FP8:
             return good(**a)
         own = a["k"] if a["write_k"] else a["k"].clone()
@@ -207,7 +207,7 @@ def fp8_from_the_rounded_k(good: Any) -> Any:
 @fault(ROPE, r"k_cache\[.*(never written|expected)|died", "large", dies=True)
 def cache_offset_in_32_bits(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         cache = a["k_cache"]
         if cache is None:
             return good(**a)
@@ -221,7 +221,7 @@ def cache_offset_in_32_bits(good: Any) -> Any:
 @fault(ROPE, r"k_cache(\[|: \d+ bytes written into the gaps)")
 def cache_strides_ignored(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         for name in ("k_cache", "v_cache"):
             if a[name] is not None:
                 a[name] = a[name].as_strided(a[name].shape, torch.empty(a[name].shape).stride())
@@ -233,7 +233,7 @@ def cache_strides_ignored(good: Any) -> Any:
 @fault(ROPE, r"q\[|q: \d+ bytes written", "value", "misaligned")
 def misaligned_view_misread(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         q = a["q"]
         off = q.data_ptr() % 16 // q.dtype.itemsize
         if off:
@@ -275,7 +275,7 @@ simple("position_out_of_range_is_clamped", r"changed, though the contract does n
 @fault(ROPE, r"q\[.*times the allowed error")
 def padding_rows_are_worked_on_twice(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         good(**a)
         if a["slots"] is not None:
             padding = a["slots"] == -1
@@ -289,7 +289,7 @@ def padding_rows_are_worked_on_twice(good: Any) -> Any:
 @fault(ROPE, r"q\[.*never written")
 def padding_rows_are_not_rotated(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         if a["slots"] is not None:
             a["positions"] = torch.where(a["slots"] == -1, -1, a["positions"])
         good(**a)
@@ -323,7 +323,7 @@ simple("write_k_ignored", r"k\[.*changed, though the contract does not name it",
 @fault(ROPE, r"nondeterministic, though declared deterministic", "determinism")
 def nondeterministic(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         n = a["q"].shape[0]
         order = torch.randperm(n, device=a["q"].device)
         mixed = {x: a[x][order] for x in ("q", "k", "positions")}
@@ -356,7 +356,7 @@ simple("nan_dropped_by_fast_math", r"q\[.*expected nan, got 0", lambda a: None, 
 @fault(ROPE, r"q\[.*never written", "value", "sequence")
 def only_one_block_of_tokens(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         for name in ("q", "k", "v", "positions", "slots"):
             if a[name] is not None:
                 a[name] = a[name][:256]
@@ -370,7 +370,7 @@ def grid_of_the_first_call_is_kept(good: Any) -> Any:
     kept: dict[Any, int] = {}
 
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         n = kept.setdefault((a["q"].dtype, a["q"].shape[1:]), a["q"].shape[0])
         for name in ("q", "k", "v", "positions", "slots"):
             if a[name] is not None:
@@ -385,7 +385,7 @@ def rope_scratch_shared_between_threads(good: Any) -> Any:
     shared: dict[str, Any] = {}
 
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(ROPE).bind(*args, **kwargs)
+        a = get_spec(ROPE).bind(*args, **kwargs)
         if shared.get("q") is None or shared["q"].shape != a["q"].shape:
             shared["q"] = torch.empty_like(a["q"])
         mine = shared["q"]

@@ -21,7 +21,7 @@ from hal.conformance._cases import cases_of
 from hal.conformance._proofs import run_case
 from hal.conformance._result import FAILED, Case
 from hal.conformance._run import execute
-from hal.ops import spec
+from hal.ops import get_spec
 from sabotage._healthy import Fault, healthy
 
 SILENCE = 8.0
@@ -51,7 +51,7 @@ def backend_of(fault: Fault) -> str:
 
 def candidates(fault: Fault) -> Iterator[Case]:
     for proof in fault.proofs:
-        yield from (c for c in cases_of(spec(fault.op)) if c.proof == proof)
+        yield from (c for c in cases_of(get_spec(fault.op)) if c.proof == proof)
 
 
 def kill(fault: Fault, device: str = "cpu") -> Kill:
@@ -70,7 +70,7 @@ def kill(fault: Fault, device: str = "cpu") -> Kill:
     target = DirectTarget({fault.op: fault.make()}, backend_of(fault), device=torch.device(device))
     others = []
     for case in candidates(fault):
-        result = run_case(case, target, spec(fault.op), examples=30)
+        result = run_case(case, target, get_spec(fault.op), examples=30)
         if result.outcome == FAILED:
             if re.search(fault.message, result.reason):
                 return done("killed", result.id, result.reason)
@@ -128,5 +128,5 @@ def _kill_installed(fault: Fault, done: Any) -> Kill:
 def false_alarms(op: str, device: str = "cpu") -> list[str]:
     """What the suite says against a healthy backend: nothing, or no kill means anything."""
     target = DirectTarget({op: healthy(op)}, "healthy", device=torch.device(device))
-    results = (run_case(c, target, spec(op), examples=20) for c in cases_of(spec(op)))
+    results = (run_case(c, target, get_spec(op), examples=20) for c in cases_of(get_spec(op)))
     return [f"{r.id}: {r.reason}" for r in results if r.outcome == FAILED]

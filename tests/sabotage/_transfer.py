@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hal.kvpool import KVPool
-from hal.ops import spec
+from hal.kv.pool import KVPool
+from hal.ops import get_spec
 from sabotage._healthy import fault
 
 COPY = "kv_transfer"
@@ -20,7 +20,7 @@ def changing(message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
     def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         def make(good: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> None:
-                a = spec(COPY).bind(*args, **kwargs)
+                a = get_spec(COPY).bind(*args, **kwargs)
                 change(a)
                 good(**a)
 
@@ -95,7 +95,7 @@ def transfers_k_and_v_swapped(a: dict[str, Any]) -> None:
 @fault(COPY, r"dst\.k\[.*expected")
 def layout_pair_transposed(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         good(**a)
         dst = a["dst"]
         if a["src"].layout == "layer_first" and dst.layout == "page_first" and dst.num_layers > 1:
@@ -110,7 +110,7 @@ def layout_pair_transposed(good: Any) -> Any:
 @fault(COPY, r"dst\.k\[.*changed, though the contract does not name it")
 def copies_whole_pages(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         good(**a)
         dst = a["dst"]
         ok = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
@@ -125,7 +125,7 @@ def copies_whole_pages(good: Any) -> Any:
 @fault(COPY, r"dst\.[kv].*expected")
 def moves_values_instead_of_bits(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         good(**a)
         dst = a["dst"]
         layers = range(dst.num_layers) if a["layers"] is None else a["layers"]
@@ -143,7 +143,7 @@ def moves_values_instead_of_bits(good: Any) -> Any:
 @fault(COPY, r"dst\.k\[.*never written")
 def rows_cut_to_whole_words(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         dst = a["dst"]
         row = dst.planes()[0].chunk_bytes
         if row % 4 == 0 or dst.layout != "page_first":
@@ -160,7 +160,7 @@ def rows_cut_to_whole_words(good: Any) -> Any:
 @fault(COPY, r"dst\.k\[\d+\].*expected|dst\.k\[\d+\]: .*changed|dst\.k\[\d+\]\[")
 def layer_list_taken_for_one_tensor(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         dst = a["dst"]
         if isinstance(dst.k, tuple) and len(dst.k) > 1:
             # The second layer's pointer stands for all that follow.
@@ -176,7 +176,7 @@ def layer_list_taken_for_one_tensor(good: Any) -> Any:
 @fault(COPY, r"supports said yes, and the (bound|dispatched) call raised")
 def page_head_declared_and_not_there(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         if "page_head" in (a["src"].layout, a["dst"].layout):
             raise NotImplementedError("page_head")
         good(**a)
@@ -187,7 +187,7 @@ def page_head_declared_and_not_there(good: Any) -> Any:
 @fault(COPY, r"src\.k.*changed, though the contract does not name it")
 def moves_instead_of_copying(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         good(**a)
         src = a["src"]
         for slot in (int(s) for s in a["src_slots"] if 0 <= s < src.num_slots):
@@ -202,7 +202,7 @@ def transfer_staging_shared_between_threads(good: Any) -> Any:
     shared: dict[str, Any] = {}
 
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         shared["slots"] = a["dst_slots"]
         torch.empty(1 << 12).random_()
         good(**{**a, "dst_slots": shared["slots"]})
@@ -213,7 +213,7 @@ def transfer_staging_shared_between_threads(good: Any) -> Any:
 @fault(COPY, r"dst\.k.*(never written|expected)|died", "large", dies=True)
 def transfer_offset_in_32_bits(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
-        a = spec(COPY).bind(*args, **kwargs)
+        a = get_spec(COPY).bind(*args, **kwargs)
         stride = a["dst"].planes()[0].token_stride
         fits = (a["dst_slots"] >= 0) & (a["dst_slots"] < 2**20) & (a["dst_slots"] * stride < 2**31)
         good(**{**a, "dst_slots": torch.where(fits, a["dst_slots"], -1)})

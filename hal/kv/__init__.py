@@ -1,0 +1,1 @@
+"""The KV cache: pools and their layouts, slot allocation, plans of copies."""

@@ -1,0 +1,1 @@
+"""How Triton kernels are started: the launcher, and the interpreter lane."""

@@ -1,0 +1,345 @@
+/* The warm path of hal/triton/launch.py without Python: from a call's arguments to cuLaunchKernelEx.
+
+   Tensors are read through DLPack's exchange interface (torch 2.10 and later), by which a pointer, a dtype and a
+   device cost no Python call. What this file doesn't know (a form not compiled yet, a hook, another context, an
+   argument of another kind) goes to `slow`, the Python path, which keeps every rule; this one only skips work. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include "cuda.h"
+
+typedef struct { void *data; struct { int32_t type, id; } device; int32_t ndim;
+                 struct { uint8_t code, bits; uint16_t lanes; } dtype;
+                 int64_t *shape, *strides; uint64_t byte_offset; } Tensor;
+typedef struct { struct { uint32_t major, minor; } version; void *previous; void *allocate, *from_object, *to_object;
+                 int (*read)(void *object, Tensor *out);
+                 int (*stream)(int32_t type, int32_t id, void **out); } Exchange;
+
+enum { MOST = 64 };
+enum { SPECIALISED = 1, TYPED = 2 };              /* a parameter's bits */
+enum { WIDE = 2 << 4 };                           /* in an integer's key: u64 */
+enum { POINTER = 1 << 28, NONE = 2 << 28, BOOL = 3 << 28, FLOAT = 4 << 28, INT = 5 << 28 };
+
+static const Exchange *exchange;
+static int32_t device_type;
+static CUresult (*start)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*current_device)(CUdevice *);
+static PyObject *runtime, *compilation, *enter, *leave, *tensor_type, *parameter_type;
+static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation;
+
+typedef struct Form {                              /* a compiled kernel */
+  struct Form *next;
+  CUfunction function;
+  unsigned threads, shared;
+  int pdl, device;
+  uint32_t key[MOST];
+  char codes[MOST];                                /* how each argument is passed; '-': it is compiled in */
+} Form;
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject *slow, *pre_run, *changed, *globals;    /* changed(globals): a global that is compiled in has another value */
+  Form *forms;                                     /* the last one started comes first */
+  Py_ssize_t count;
+  uint8_t params[MOST];
+} Launch;
+
+typedef union { uint64_t u; int64_t i; int32_t w; float f; double d; uint8_t b; } Value;
+
+/* The arguments as values and as a key: all that Triton specialises on. 0: not for this path. */
+static int read_arguments(Launch *self, PyObject *const *args, uint32_t *key, Value *values, int *device) {
+  *device = -1;
+  for (Py_ssize_t n = 0; n < self->count; n++) {
+    PyObject *a = args[n];
+    PyTypeObject *type = Py_TYPE(a);
+    if ((PyObject *)type == tensor_type || (PyObject *)type == parameter_type) {
+      Tensor t;
+      if (exchange->read(a, &t) != 0) { PyErr_Clear(); return 0; }
+      if (t.device.type != device_type || (*device >= 0 && t.device.id != *device)) return 0;
+      *device = t.device.id;
+      values[n].u = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+      int aligned = !(self->params[n] & SPECIALISED) || (values[n].u & 15) == 0;
+      key[n] = POINTER | (uint32_t)t.dtype.code << 12 | (uint32_t)t.dtype.bits << 4 | (uint32_t)aligned;
+    } else if (type == &PyLong_Type) {
+      int over, width = 0;
+      int64_t v = PyLong_AsLongLongAndOverflow(a, &over);
+      if (over) {
+        if (over < 0 || (self->params[n] & TYPED)) return 0;
+        values[n].u = PyLong_AsUnsignedLongLong(a);
+        if (PyErr_Occurred()) { PyErr_Clear(); return 0; }
+        width = 2;
+      } else {
+        values[n].i = v;
+        width = v >= INT32_MIN && v <= INT32_MAX ? 0 : 1;
+      }
+      int class = self->params[n] & SPECIALISED ? (!over && v == 1 ? 1 : (values[n].u & 15) == 0 ? 2 : 0) : 0;
+      key[n] = INT | (uint32_t)class | (self->params[n] & TYPED ? 0u : (uint32_t)width << 4);
+    } else if (a == Py_None) {
+      values[n].u = 0;
+      key[n] = NONE;
+    } else if (type == &PyBool_Type) {
+      values[n].u = a == Py_True;
+      key[n] = BOOL;
+    } else if (type == &PyFloat_Type) {
+      values[n].d = PyFloat_AS_DOUBLE(a);
+      key[n] = FLOAT;
+    } else {
+      return 0;
+    }
+  }
+  return *device >= 0;
+}
+
+/* The value for a parameter that is a float, to which Python's numbers of every kind may be given. */
+static double number(const Value *v, uint32_t key) {
+  if (key >= INT) return (key & WIDE) == WIDE ? (double)v->u : (double)v->i;
+  return key == BOOL ? (double)v->u : v->d;
+}
+
+/* 1: what `key` says of an argument can be passed as `code`. */
+static int passes(uint32_t key, char code) {
+  switch (code) {
+    case '-': return 1;
+    case 'p': return key >> 28 == POINTER >> 28;
+    case 'f': case 'd': return key == FLOAT || key == BOOL || key >= INT;
+    case 'i': case 'l': case 'b': return key == BOOL || key >= INT;
+    default: return 0;
+  }
+}
+
+static Form *find(Launch *self, const uint32_t *key, int device) {
+  for (Form **at = &self->forms, *f; (f = *at) != NULL; at = &f->next) {
+    if (f->device == device && memcmp(f->key, key, sizeof(uint32_t) * (size_t)self->count) == 0) {
+      *at = f->next;
+      f->next = self->forms;
+      self->forms = f;
+      return f;
+    }
+  }
+  return NULL;
+}
+
+/* 1: the attribute is `want`, and its list `calls` is empty. */
+static int quiet(PyObject *name, PyObject *want) {
+  PyObject *found = PyObject_GetAttr(runtime, name);
+  if (found != want) { Py_XDECREF(found); return 0; }
+  PyObject *calls = PyObject_GetAttr(found, s_calls);
+  int none = calls != NULL && PyList_CheckExact(calls) && PyList_GET_SIZE(calls) == 0;
+  Py_XDECREF(calls);
+  Py_DECREF(found);
+  return none;
+}
+
+static int off(PyObject *of, PyObject *name) {
+  PyObject *found = PyObject_GetAttr(of, name);
+  int truth = found == NULL ? 1 : PyObject_IsTrue(found);
+  Py_XDECREF(found);
+  return truth == 0;
+}
+
+static int undisturbed(Launch *self) {
+  if (!(quiet(s_enter, enter) && quiet(s_leave, leave) && off(runtime, s_debug) && off(compilation, s_instrumentation)
+        && PyList_GET_SIZE(self->pre_run) == 0)) return 0;
+  if (self->changed == Py_None) return 1;
+  PyObject *told = PyObject_CallOneArg(self->changed, self->globals);
+  int truth = told == NULL ? 1 : PyObject_IsTrue(told);
+  Py_XDECREF(told);
+  return truth == 0;
+}
+
+static int grid_of(PyObject *grid, unsigned out[3]) {
+  if (!PyTuple_CheckExact(grid) || PyTuple_GET_SIZE(grid) < 1 || PyTuple_GET_SIZE(grid) > 3) return 0;
+  out[1] = out[2] = 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(grid); i++) {
+    int over;
+    long v = PyLong_Check(PyTuple_GET_ITEM(grid, i)) ? PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(grid, i), &over) : -1;
+    if (v < 0 || v > INT32_MAX) return 0;
+    out[i] = (unsigned)v;
+  }
+  return 1;
+}
+
+static PyObject *call(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names) {
+  Launch *self = (Launch *)object;
+  Py_ssize_t given = PyVectorcall_NARGS(nargsf);
+  uint32_t key[MOST];
+  Value values[MOST];
+  void *params[MOST + 2];
+  unsigned grid[3];
+  int device;
+  CUdevice now;
+  void *stream, *scratch = NULL;
+  if (names != NULL || given != self->count + 1 || !grid_of(args[0], grid)
+      || !read_arguments(self, args + 1, key, values, &device)) goto slow;
+  Form *form = find(self, key, device);
+  if (form == NULL || current_device(&now) != CUDA_SUCCESS || now != device || !undisturbed(self)) goto slow;
+  int n = 0;
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    Value *v = &values[i];
+    switch (form->codes[i]) {
+      case '-': continue;
+      case 'i': if (v->i < INT32_MIN || v->i > INT32_MAX) goto slow; v->w = (int32_t)v->i; break;
+      case 'f': v->f = (float)number(v, key[i]); break;
+      case 'd': v->d = number(v, key[i]); break;
+      case 'b': if (v->u > 1) goto slow; v->b = (uint8_t)v->u; break;
+      default: break;                              /* 8 bytes as they are */
+    }
+    params[n++] = v;
+  }
+  params[n++] = &scratch;
+  params[n++] = &scratch;
+  if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) Py_RETURN_NONE;
+  if (exchange->stream(device_type, device, &stream) != 0) { PyErr_Clear(); goto slow; }
+  CUlaunchAttribute attribute;
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config = {
+    .gridDimX = grid[0], .gridDimY = grid[1], .gridDimZ = grid[2], .blockDimX = form->threads, .blockDimY = 1,
+    .blockDimZ = 1, .sharedMemBytes = form->shared, .hStream = (CUstream)stream, .attrs = &attribute,
+    .numAttrs = (unsigned)form->pdl,
+  };
+  CUfunction function = form->function;
+  CUresult code;
+  Py_BEGIN_ALLOW_THREADS
+  code = start(&config, function, params, NULL);
+  Py_END_ALLOW_THREADS
+  if (code == CUDA_SUCCESS) Py_RETURN_NONE;
+  return PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
+slow:
+  PyErr_Clear();
+  return PyObject_Vectorcall(self->slow, args, nargsf, names);
+}
+
+/* add(args, function, warps, shared, pdl, codes): start this function for such arguments from now on. */
+static PyObject *add(PyObject *object, PyObject *given) {
+  Launch *self = (Launch *)object;
+  PyObject *args;
+  unsigned long long function;
+  int warps, shared, pdl, device;
+  const char *codes;
+  Py_ssize_t length;
+  uint32_t key[MOST];
+  Value values[MOST];
+  if (!PyArg_ParseTuple(given, "O!Kiips#", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length))
+    return NULL;
+  if (PyTuple_GET_SIZE(args) != self->count || length != self->count)
+    return PyErr_Format(PyExc_TypeError, "hal: %zd arguments expected", self->count);
+  if (!read_arguments(self, &PyTuple_GET_ITEM(args, 0), key, values, &device) || find(self, key, device) != NULL)
+    Py_RETURN_FALSE;
+  for (Py_ssize_t i = 0; i < length; i++)
+    if (!passes(key[i], codes[i])) Py_RETURN_FALSE;
+  Form *form = PyMem_Calloc(1, sizeof(Form));
+  if (form == NULL) return PyErr_NoMemory();
+  form->function = (CUfunction)(uintptr_t)function;
+  form->threads = 32u * (unsigned)warps;
+  form->shared = (unsigned)shared;
+  form->pdl = pdl;
+  form->device = device;
+  memcpy(form->key, key, sizeof(uint32_t) * (size_t)self->count);
+  memcpy(form->codes, codes, (size_t)length);
+  form->next = self->forms;
+  self->forms = form;
+  Py_RETURN_TRUE;
+}
+
+static int init(PyObject *object, PyObject *given, PyObject *names) {
+  Launch *self = (Launch *)object;
+  PyObject *slow, *pre_run, *changed, *globals;
+  const char *params;
+  Py_ssize_t length;
+  if (names != NULL && PyDict_GET_SIZE(names) != 0) {
+    PyErr_SetString(PyExc_TypeError, "hal: a launch takes no keyword arguments");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(given, "Oy#O!OO", &slow, &params, &length, &PyList_Type, &pre_run, &changed, &globals)) return -1;
+  if (length > MOST) {
+    PyErr_Format(PyExc_ValueError, "hal: at most %d arguments expected, got %zd", (int)MOST, length);
+    return -1;
+  }
+  /* Its forms are keyed by as many arguments as it was made with. */
+  if (self->call != NULL) { PyErr_SetString(PyExc_TypeError, "hal: a launch is made once"); return -1; }
+  self->slow = Py_NewRef(slow);
+  self->pre_run = Py_NewRef(pre_run);
+  self->changed = Py_NewRef(changed);
+  self->globals = Py_NewRef(globals);
+  self->count = length;
+  memcpy(self->params, params, (size_t)length);
+  self->call = call;
+  return 0;
+}
+
+static int traverse(PyObject *object, visitproc visit, void *arg) {
+  Launch *self = (Launch *)object;
+  Py_VISIT(self->slow); Py_VISIT(self->pre_run); Py_VISIT(self->changed); Py_VISIT(self->globals);
+  return 0;
+}
+
+static int clear(PyObject *object) {
+  Launch *self = (Launch *)object;
+  self->call = NULL;                               /* what still reaches it is told that it can't be called */
+  Py_CLEAR(self->slow); Py_CLEAR(self->pre_run); Py_CLEAR(self->changed); Py_CLEAR(self->globals);
+  return 0;
+}
+
+static void dealloc(PyObject *object) {
+  Launch *self = (Launch *)object;
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  for (Form *f = self->forms, *next; f != NULL; f = next) { next = f->next; PyMem_Free(f); }
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyMethodDef methods[] = {{"add", add, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyTypeObject launch_type = {
+  PyVarObject_HEAD_INIT(NULL, 0)
+  .tp_name = "hal.triton._launch.Launch", .tp_basicsize = sizeof(Launch), .tp_new = PyType_GenericNew, .tp_init = init,
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, .tp_traverse = traverse,
+  .tp_clear = clear, .tp_dealloc = dealloc, .tp_methods = methods, .tp_call = PyVectorcall_Call,
+  .tp_vectorcall_offset = offsetof(Launch, call),
+};
+
+/* setup(exchange, device type, cuLaunchKernelEx, cuCtxGetDevice, runtime knobs, compilation knobs, Tensor, Parameter) */
+static PyObject *setup(PyObject *module, PyObject *given) {
+  PyObject *capsule, *r, *c, *t, *p;
+  unsigned long long launch, device;
+  int type;
+  (void)module;
+  if (!PyArg_ParseTuple(given, "OiKKOOOO", &capsule, &type, &launch, &device, &r, &c, &t, &p)) return NULL;
+  const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  if (api == NULL) return NULL;
+  if (api->version.major != 1 || api->read == NULL || api->stream == NULL)
+    return PyErr_Format(PyExc_RuntimeError, "DLPack exchange interface %u.%u", api->version.major, api->version.minor);
+  PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
+  if (after == NULL) { Py_XDECREF(before); return NULL; }
+  /* Nothing has failed: all of it from here on, or nothing. */
+  exchange = api;
+  device_type = type;
+  start = (CUresult (*)(const CUlaunchConfig *, CUfunction, void **, void **))(uintptr_t)launch;
+  current_device = (CUresult (*)(CUdevice *))(uintptr_t)device;
+  Py_XSETREF(enter, before);
+  Py_XSETREF(leave, after);
+  Py_XSETREF(runtime, Py_NewRef(r));
+  Py_XSETREF(compilation, Py_NewRef(c));
+  Py_XSETREF(tensor_type, Py_NewRef(t));
+  Py_XSETREF(parameter_type, Py_NewRef(p));
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "hal_launch", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_hal_launch(void) {
+  s_enter = PyUnicode_InternFromString("launch_enter_hook");
+  s_leave = PyUnicode_InternFromString("launch_exit_hook");
+  s_calls = PyUnicode_InternFromString("calls");
+  s_debug = PyUnicode_InternFromString("debug");
+  s_instrumentation = PyUnicode_InternFromString("instrumentation_mode");
+  if (s_enter == NULL || s_leave == NULL || s_calls == NULL || s_debug == NULL || s_instrumentation == NULL) return NULL;
+  if (PyType_Ready(&launch_type) < 0) return NULL;
+  PyObject *m = PyModule_Create(&module);
+  if (m != NULL && PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0) Py_CLEAR(m);
+  return m;
+}

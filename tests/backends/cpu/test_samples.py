@@ -1,0 +1,108 @@
+"""Every sample of every core op on the CPU backend, against the contract's float64 truth."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from cpu.cases import OPS, judge, make, ours, samples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hal import ArgumentError
+from hal.backends.cpu.warmup import variants, warmup
+from hal.ops import get_spec
+
+
+@pytest.mark.parametrize(("op", "sample"), samples(large=True))
+def test_sample(op: str, sample: str) -> None:
+    judge(op, lambda a: ours(op)(**a), lambda: make(op, sample))
+
+
+@pytest.mark.parametrize("sample", [s.name for s in get_spec("kv_transfer").samples if not s.large])
+def test_a_small_transfer_past_the_caches(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only megabytes are written so: here everything is that may be, its rows being whole lines at lines' starts."""
+    monkeypatch.setattr(sys.modules["hal.backends.cpu.kv_transfer"], "STREAM", 0)
+    judge("kv_transfer", lambda a: ours("kv_transfer")(**a), lambda: make("kv_transfer", sample))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ragged(op: str) -> None:
+    s = get_spec(op)
+    draw = {
+        name: st.integers(*r)
+        if isinstance(r, tuple) and all(type(x) is int for x in r)
+        else st.sampled_from(list(r))
+        for name, r in s.ragged.items()
+    }
+
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.fixed_dictionaries({"seed": st.integers(0, 2**20), **draw}))
+    def check(params: dict) -> None:
+        try:
+            s.check_call(s.make(**params))
+        except ArgumentError:
+            return
+        judge(op, lambda a: ours(op)(**a), lambda: s.make(**params))
+
+    check()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001])
+def test_nan_of_any_bits_in_the_table_stays_nan(bits: int, interleaved: bool) -> None:
+    """Rounding by adding would turn 0x7FFFFFFF into -0, and -1 into +0."""
+    table = torch.full((2, 64), bits, dtype=torch.int32).view(torch.float32)
+    q, k = torch.ones(1, 3, 80, dtype=torch.bfloat16), torch.ones(1, 1, 80, dtype=torch.bfloat16)
+    ours("rope_kv_write")(q, k, None, table, torch.tensor([1]), interleaved=interleaved)
+    assert q[..., :64].isnan().all()
+    assert k[..., :64].isnan().all()
+    assert (q[..., 64:] == 1).all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_device_tensor_is_refused_even_unchecked(op: str) -> None:
+    args = get_spec(op).make()
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(ArgumentError, match="meta"):
+                ours(op)(**{**args, name: value.to("meta")})
+
+
+def test_a_device_pool_is_refused_even_unchecked() -> None:
+    # The pool itself lets in nothing without memory: no op is given one to refuse.
+    from hal.kv.pool import KVPool
+
+    for devices in (("meta", "cpu"), ("cpu", "meta")):
+        halves = [torch.empty(3, 32, 2, 16, dtype=torch.float32, device=device) for device in devices]
+        with pytest.raises(ArgumentError, match="on meta without memory"):
+            KVPool(*halves)
+
+
+def test_warmup_leaves_nothing_to_compile() -> None:
+    warmup([*OPS, "an_op_of_somebody_else"])
+    before = {op: set(variants(op)[0]._entries) for op in OPS}
+    for op, sample in samples():
+        ours(op)(**make(op, sample))
+    assert {op: set(variants(op)[0]._entries) for op in OPS} == before
+    assert all(before.values())
+
+
+def test_equal_bits_in_cache_and_k_for_every_dtype() -> None:
+    for dtype in ("fp16", "bf16", "fp32"):
+        a = get_spec("rope_kv_write").make(dtype=dtype, n=9, slots=64, specials=True)
+        ours("rope_kv_write")(**a)
+        assert torch.equal(a["k_cache"][a["slots"]].view(torch.uint8), a["k"].contiguous().view(torch.uint8))
+
+
+def test_fp8_of_a_bf16_k_comes_from_the_unrounded_value() -> None:
+    # 1.0625 is halfway between two e4m3 numbers, and 1.0625 + 2^-12 rounds to it in bf16: rounding twice gives 1.0.
+    a = get_spec("rope_kv_write").make(
+        n=1, q_heads=1, kv_heads=1, head_dim=2, cache_dtype="e4m3", max_positions=1
+    )
+    a["k"][:] = torch.tensor([1.0, 2.0**-12], dtype=torch.bfloat16)
+    a["cos_sin_cache"][:] = torch.tensor([1.0625, -1.0])
+    ours("rope_kv_write")(**a)
+    assert a["k"].flatten()[0] == 1.0625
+    assert a["k_cache"][a["slots"]].float().flatten()[0] == 1.125

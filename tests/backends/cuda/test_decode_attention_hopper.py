@@ -1,0 +1,89 @@
+"""The Gluon kernel of decode_attention for MLA's rows, which the contract's samples reach by few forms.
+
+Without a GPU: which calls it takes, and that its forms don't spill. On Hopper (``ci/h200``): what it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hal.bench.mla import FORMS
+from hal.ops import get_spec
+
+pytest.importorskip("triton")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+USUAL = {
+    "bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 128,
+    "cache_view": "shared", "dtype": "bf16",
+}  # fmt: skip
+
+
+def made(**change: Any) -> dict[str, Any]:
+    return get_spec("decode_attention").make(**{**USUAL, **change})
+
+
+def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
+    from hal.backends.cuda import inspect
+
+    with inspect.recorded(arch) as calls:
+        inspect.launcher("decode_attention")(**args)
+    return [bound.kernel.name for bound, _ in calls]
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()))
+def test_right(form: dict[str, Any]) -> None:
+    from hal.backends.cuda import decode_attention
+    from hal.bench.attention import verdict
+
+    decode_attention._plans.clear()
+    assert verdict("decode_attention", made(**form)) <= 1.0
+    assert {plan[0].kernel.name for plan in decode_attention._plans.values()} == {
+        "decode_attention_hopper_kernel"
+    }
+
+
+def test_taken_on_hopper_alone() -> None:
+    args = made()
+    assert kernels(args) == ["decode_attention_hopper_kernel", "decode_merge_kernel"]
+    for arch in (80, 100):
+        assert kernels(args, arch) == ["decode_attention_kernel", "decode_merge_kernel"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "fp32"},
+        {"cache_dtype": "e4m3"},
+        {"head_dim": 288, "v_head_dim": 256},
+        {"cache_view": "contiguous"},
+        {"scale": -0.1},
+        {"logit_cap": 3.0},
+        {"sliding_window": 70},
+        {"cache": "paged", "cache_view": "padded"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
+    scale = {"scale": change["scale"]} if "scale" in change else {}
+    args = made(**{k: v for k, v in change.items() if k != "scale"}) | scale
+    assert kernels(args)[0] == "decode_attention_kernel"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
+@pytest.mark.parametrize("form", [{}, {"cache": "paged"}, {"dtype": "fp16", "q_heads": 20, "lse": False}])
+def test_no_form_spills(form: dict[str, Any]) -> None:
+    from hal.backends.cuda import inspect
+
+    with inspect.recorded() as calls:
+        inspect.launcher("decode_attention")(**made(**form))
+    assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
+    _, spills, shared = inspect.resources(inspect.compile_call(calls[0], 90).asm["cubin"])
+    assert spills == 0
+    assert shared <= 232_448

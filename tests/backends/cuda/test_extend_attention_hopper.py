@@ -1,0 +1,131 @@
+"""The Gluon kernel of extend_attention where its contract's samples are short: over many tiles.
+
+Without a GPU: which calls it takes, and that these forms don't spill. On Hopper (``ci/h200``): what it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hal.ops import get_spec
+
+pytest.importorskip("triton")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def made(head_dim: int = 128, v_head_dim: int = 128, **change: Any) -> dict[str, Any]:
+    """Two requests of some tiles of new tokens and of keys."""
+    usual = {
+        "bs": 2,
+        "lengths": "full",
+        "longest": 150,
+        "prefix": 260,
+        "slots": 960,
+        "q_heads": 2,
+        "kv_heads": 1,
+    }
+    return get_spec("extend_attention").make(
+        **{**usual, "head_dim": head_dim, "v_head_dim": v_head_dim, **change}
+    )
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "absent": {"values": "skip", "index": "i64"},
+    "absent-window": {"values": "skip", "sliding_window": 140, "cache": "paged", "cache_view": "padded"},
+    "window": {"sliding_window": 70, "lse": False, "dtype": "fp16"},
+    "cap": {"logit_cap": 3.0, "loud": 4.0},
+    "cap-window-paged": {"logit_cap": 3.0, "sliding_window": 100, "cache": "paged", "cache_view": "padded"},
+    "not-causal": {"causal": False},
+    "group-of-7": {"q_heads": 14, "kv_heads": 2, "longest": 40},
+    "group-of-1": {"q_heads": 2, "kv_heads": 2, "cache": "paged", "cache_view": "pairs", "indptr": "i64"},
+    "ragged": {"bs": 40, "longest": 30, "prefix": 40, "lengths": "skewed", "spare": 3},
+    "fewer-keys": {"prefix": -120},
+}
+LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "form"),
+    [
+        *((128, 128, form) for form in FORMS),
+        *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
+    ],
+)
+def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> None:
+    from hal.backends.cuda import extend_attention
+    from hal.bench.attention import verdict
+
+    extend_attention._plans.clear()
+    assert verdict("extend_attention", made(head_dim, v_head_dim, **FORMS[form])) <= 1.0
+    assert {plan[0].kernel.name for plan in extend_attention._plans.values()} == {
+        "extend_attention_hopper_kernel"
+    }
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+def test_rows_of_many_requests_are_done_in_turns() -> None:
+    """Ten requests of the same rows: more tiles than the grid was made for."""
+    from hal.bench.attention import verdict
+
+    args = made()
+    n, nnz = args["q"].shape[0], args["kv_indices"].shape[0]
+    args["qo_indptr"] = torch.tensor([0, n] * 10, dtype=torch.int32)
+    args["kv_indptr"] = torch.tensor([0, nnz] * 10, dtype=torch.int32)
+    assert verdict("extend_attention", args) <= 1.0
+
+
+def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
+    from hal.backends.cuda import inspect
+
+    with inspect.recorded(arch) as calls:
+        inspect.launcher("extend_attention")(**args)
+    return {bound.kernel.name for bound, _ in calls}
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS)
+def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
+    args = made(head_dim, v_head_dim)
+    assert kernels(args) == {"extend_attention_hopper_kernel"}
+    assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "fp32"},
+        {"cache_dtype": "e4m3"},
+        {"head_dim": 96, "v_head_dim": 96},
+        {"head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "q_heads": 4},
+        {"q_view": "misaligned"},
+        {"scale": -0.1},
+        {"k_cache": torch.zeros(960, 1, 129, dtype=torch.bfloat16)[..., :128]},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
+    given = {name: change[name] for name in ("scale", "k_cache") if name in change}
+    args = made(**{name: value for name, value in change.items() if name not in given}) | given
+    assert kernels(args) == {"extend_attention_kernel"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
+@pytest.mark.parametrize("form", ["plain", *LITTLE])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS)
+def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
+    from hal.backends.cuda import inspect
+
+    with inspect.recorded() as calls:
+        inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **FORMS[form]))
+    (call,) = calls
+    assert call[0].kernel.name == "extend_attention_hopper_kernel"
+    registers, spills, _ = inspect.resources(inspect.compile_call(call, 90).asm["cubin"])
+    assert (registers, spills) == (168, 0)

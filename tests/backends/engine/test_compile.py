@@ -1,0 +1,140 @@
+"""The Triton kernels of the ops beyond the core, compiled for every generation of GPU; nothing may spill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine.cases import OPS
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("op", "only"),
+    [
+        *((op, "one") for op in OPS),
+        ("kv_write", "fp16-scale"),
+        ("kv_write", "fp32-scale"),
+        ("mla_kv_write", "deepseek-paged"),
+        ("mla_rope_kv_write", "deepseek-v3"),
+        ("mla_rope_kv_write", "fp32-scale"),
+        ("qk_norm_rope_kv_write", "qwen3-0.6b"),
+        ("qk_norm_rope_kv_write", "fp32-scale"),
+        ("kv_move", "mla-page_first_direct"),
+    ],
+)
+def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
+    from hal.backends.cuda import inspect
+
+    if "scale" in only and arch < 90:
+        pytest.skip("no conversion to fp8")
+    rows = list(inspect.op(op, arch=arch, only=only))
+    assert rows
+    for row in rows:
+        assert row.spills == 0, row
+
+
+@pytest.mark.parametrize("by_page", [True, False])
+def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page: bool) -> None:
+    """Or its times would say nothing: no spills, and as many copies in flight."""
+    import torch
+
+    from hal.backends.cuda import inspect
+    from hal.backends.cuda.decode_attention import decode_attention
+    from hal.bench.block_table import decode_by_blocks
+
+    q = torch.zeros(4, 32, 128, dtype=torch.bfloat16)
+    k, v = (torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    indptr, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    with inspect.recorded(90) as calls:
+        decode_by_blocks(q, k, v, indptr, table, torch.empty_like(q), scale=0.1, nnz=32, by_page=by_page)
+        decode_attention(q, k, v, indptr, table.view(-1), torch.empty_like(q), scale=0.1)
+    ours, usual = (inspect.compile_call(calls[i], 90).asm for i in (0, 2))
+    copies = "async_copy_global_to_local"
+    assert inspect.resources(ours["cubin"])[1] == 0
+    assert ours["ttgir"].count(copies) == usual["ttgir"].count(copies) > 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_warmup_leaves_nothing_to_compile(op: str) -> None:
+    """Every kernel that a sample starts is one that the warm-up of its form has started."""
+    from hal.backends.cuda import inspect, warmup
+    from hal.ops import get_spec
+
+    launcher = inspect.launcher(op)
+
+    def started(calls: list[inspect.Call]) -> set[str]:
+        return {
+            str(
+                (
+                    bound.kernel.name,
+                    sorted(bound.static.items(), key=str),
+                    bound._keys[bound._pattern(args)](*args),
+                )
+            )
+            for bound, args in calls
+        }
+
+    seen = 0
+    for sample in get_spec(op).samples:
+        if sample.large:
+            continue
+        args = get_spec(op).make(**sample.params)
+        with inspect.recorded() as found:
+            for call in warmup.calls(op, args):
+                launcher(**call)
+            warm = started(found)
+        with inspect.recorded() as found:
+            launcher(**args)
+            usual = started(found)
+        assert usual <= warm, sample.name
+        seen += bool(usual)
+    assert seen > 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    """One in the middle of its work, one that waits for some."""
+    code = """
+import time
+from hal.backends.cuda import inspect
+with inspect._pool(2) as pool:
+    list(pool.map(time.sleep, (0.5, 0.5)))
+    pool.submit(time.sleep, 600)
+    print(*pool._processes, flush=True)
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert len(pids) == 2
+    end = time.monotonic() + 60
+    try:
+        while any(map(_alive, pids)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not any(map(_alive, pids))
+    finally:
+        for pid in filter(_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,189 @@
+"""`hal bench`: it measures what it says, refuses wrong outputs, and its runs can be read back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hal import HalError, bench
+from hal.bench import cpu, cpu_engine
+from hal.ops import BUILTIN, get_spec
+from hal.registry._isolate import State
+from hal.registry._table import live
+
+
+def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main("get_last_loc", json=True, quick=True, save=str(tmp_path)) == 0
+    run = json.loads(capsys.readouterr().out)
+    (file,) = tmp_path.glob("cpu-get_last_loc-*.json")
+    assert json.loads(file.read_text()) == run
+    assert run["machine"]["versions"]["torch"] == torch.__version__
+    assert run["machine"]["threads"] == torch.get_num_threads()
+    assert run["quick"] is True
+    for row in run["rows"]:
+        assert set(row["wall_us"]) == {"hal", "eager", "reference"}
+        assert set(row["ratios"]) == {"eager", "reference"}
+        assert all(row["best"][n] <= row["wall_us"][n] for n in row["best"])
+
+
+def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main("assign_extend_cache_locs", quick=True) == 0
+    shown = capsys.readouterr().out
+    assert "ragged to 64" in shown
+    assert "vs eager, sliced" in shown
+    assert "no numbers to quote" in shown
+
+
+def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "op": "an_op",
+        "bs": 8,
+        "host_us": {"hal": 2.0, "peer": 5.0},
+        "copy_gbs": {"hal": 30.0, "peer": 20.0},
+    }
+    bench.show({"machine": bench.machine("cpu"), "quick": False, "rows": [row]})
+    shown = capsys.readouterr().out
+    assert "an_op: host µs" in shown
+    assert "2.50 x" in shown
+    assert "an_op: copy GB/s" in shown
+    assert "1.50 x" in shown
+
+
+@pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", *cpu_engine.ENGINE, "dispatch"])
+def test_every_table_runs(table: str) -> None:
+    assert bench.main(table, quick=True, json=True) == 0
+
+
+@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), (None, "npu"), ("engine", "cpu")])
+def test_what_it_does_not_have(op: str | None, device: str) -> None:
+    with pytest.raises(HalError, match="hal: bench"):
+        bench.main(op, device=device)
+
+
+def test_a_wrong_output_is_never_timed() -> None:
+    s = get_spec("get_last_loc")
+    with pytest.raises(AssertionError, match="off by one"):
+        cpu.check("get_last_loc", "off by one", lambda a: s.reference(**a) + 1, s.make)
+    t = cpu.kv_transfer.__globals__["_pool"]("layer_first", 32, 1, 2, (2, 8), True)
+    u = cpu.kv_transfer.__globals__["_pool"]("page_first", 32, 1, 2, (2, 8), True)
+    with pytest.raises(AssertionError, match="wrong rows"):
+        cpu._check_transfer(lambda: None, t, u, torch.arange(4), torch.arange(4))
+
+
+def test_every_op_has_a_table() -> None:
+    assert {*bench._tables("cpu")} == {*BUILTIN, "dispatch"}
+
+
+def test_every_op_has_a_table_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    tables = bench._tables("cuda")
+    # Nobody has a kernel to put beside it.
+    assert {*BUILTIN} <= {*tables}
+    assert {*tables} - {*BUILTIN} == {"launcher", "programmatic_launch", "mla_decode_attention"}
+
+
+def test_attention_is_timed_beside_torchs_own() -> None:
+    (row,) = cpu_engine.engine("decode_attention", quick=True)
+    assert set(row["wall_us"]) == {"hal", "reference", "eager, fused"}
+
+
+def test_without_its_backend_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment without ``hal-kernels[cpu]``: before any table, not once for each."""
+    entry = live.current().entries["cpu"]
+    state = State("absent", "needs numba>=0.62.1", 'pip install "hal-kernels[cpu]"')
+    monkeypatch.setattr(type(entry), "state", lambda self, lane="device": state)
+    with pytest.raises(HalError) as told:
+        bench.main()
+    assert str(told.value) == (
+        "hal: bench: what would be timed, the backend cpu, is absent: needs numba>=0.62.1 — "
+        'pip install "hal-kernels[cpu]"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "file", "why"),
+    [
+        (None, "a.png", r"needs matplotlib — pip install 'hal-kernels\[bench\]'"),
+        ("kv_write", "a.png", "kv_write on cpu has no roofline"),
+        (None, "a.jpeg", r"ends in \.png"),
+        (None, "no/folder/a.png", "a folder that can be written"),
+    ],
+)
+def test_a_plot_is_refused_before_the_run(
+    op: str | None, file: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run_of", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "matplotlib" in why else object())
+    (tmp_path / "no").touch()
+    with pytest.raises(HalError, match=why):
+        bench.main(op, plot=str(tmp_path / file))
+
+
+def test_a_plot_says_what_it_is() -> None:
+    from hal.bench.plot import title
+
+    run = {"machine": {"cpu": "A very long name of a processor, " * 3, "threads": 2}, "quick": True}
+    lines = title(run, 4.2).splitlines()
+    assert lines[-1] == "quick: few rounds, no numbers to quote"
+    assert all(len(line) <= 46 for line in lines)
+    assert "quick" not in title({**run, "quick": False}, 4.2)
+
+
+def test_measure_tells_fast_from_slow() -> None:
+    calls: dict[str, Any] = {"hal": lambda: None, "slow": lambda: time.sleep(0.002)}
+    row = cpu.measure(calls, quick=True)
+    assert row["best"]["slow"] >= 2000 > row["best"]["hal"]
+    assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
+
+
+def test_a_table_that_breaks_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(quick: bool) -> list[bench.Row]:
+        raise OSError("lost")
+
+    good = {"op": "an_op", "bs": 8, "host_us": {"peer": 5.0}, "failed": {"other": "wrong rows"}}
+    monkeypatch.setattr(bench, "_tables", lambda device: {"bad": broken, "good": lambda: [good]})
+    assert bench.main() == 1
+    told = capsys.readouterr()
+    assert "the table bad broke: OSError: lost" in told.out
+    assert "an_op 8: other was not timed: wrong rows" in told.out
+    assert "peer" in told.out
+    assert "Traceback" in told.err
+    assert bench.main("good", json=True) == 0
+    good["failed"] = {"hal": "wrong rows"}
+    assert bench.main("good", json=True) == 1
+
+
+def test_plot_of_a_gpu(tmp_path: Path) -> None:
+    row = {"op": "an_op", "tokens": 16, "device_gbs": {"hal": 9.0, "copy": 10.0}}
+    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row]}, str(tmp_path / "a.svg"))
+    assert "an_op, Some GPU: GB/s by tokens<" in (tmp_path / "a.svg").read_text()
+    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row], "quick": True}, str(tmp_path / "a.svg"))
+    assert "GB/s by tokens (quick: no numbers to quote)<" in (tmp_path / "a.svg").read_text()
+
+
+def test_plot(tmp_path: Path) -> None:
+    rows = [
+        {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},
+         "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0), "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5}}
+        for t in (1, 16)
+    ]  # fmt: skip
+    from hal.bench.plot import roofline
+
+    run = {"machine": bench.machine("cpu"), "rows": rows}
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(HalError, match="hal-kernels"):
+            roofline(run, str(tmp_path / "a.png"))
+        return
+    roofline(run, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(HalError, match="rope_kv_write"):
+        roofline({**run, "rows": []}, str(tmp_path / "b.png"))

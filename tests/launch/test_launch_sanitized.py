@@ -1,0 +1,67 @@
+"""``hal/triton/_launch.c`` without a warning, and its tests under the address and undefined-behaviour sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.knobs", reason="the helper serves the Triton which has `knobs`")
+
+from triton.backends.nvidia.driver import include_dirs
+
+ROOT = Path(__file__).resolve().parents[2]
+GCC = shutil.which("gcc")
+
+if os.environ.get("TRITON_INTERPRET") == "1" or os.environ.get("HAL_LANE"):
+    pytest.skip("tests the device lane's launcher", allow_module_level=True)
+if GCC is None:
+    pytest.skip("no gcc", allow_module_level=True)
+
+
+def built(to: Path, *options: str) -> Path:
+    """The helper, compiled with these options; a warning is an error."""
+    includes = [f"-I{d}" for d in (*include_dirs, sysconfig.get_path("include"))]
+    done = subprocess.run(
+        [str(GCC), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options, *includes,
+         str(ROOT / "hal" / "triton" / "_launch.c"), "-o", str(to)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+@pytest.mark.parametrize("level", ["-O0", "-O2", "-O3"])
+def test_it_compiles_without_a_warning(tmp_path: Path, level: str) -> None:
+    built(tmp_path / "hal_launch.so", level, "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
+
+
+def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no DLPack exchange interface")
+    libraries = [
+        subprocess.run([str(GCC), f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip()
+        for n in ("libasan.so", "libubsan.so")
+    ]  # fmt: skip
+    if not all(os.path.isabs(x) for x in libraries):
+        pytest.skip("gcc has no sanitizers here")
+    helper = built(
+        tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    )
+    env = {
+        **os.environ, "LAUNCH_HELPER": str(helper), "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_launch_native.py"],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
