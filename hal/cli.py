@@ -218,9 +218,6 @@ def conformance(
     ] = None,
     verify: Annotated[Path | None, typer.Option(help="A report.json to check instead of a run.")] = None,
     rerun: Annotated[int, typer.Option(help="With --verify: how many of its cases to run again.")] = 0,
-    golden: Annotated[
-        Path | None, typer.Option(help="Also replay the outputs recorded on another machine in this folder.")
-    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds in which a call has to end; then it hangs. Default: 120.")
     ] = None,
@@ -245,9 +242,6 @@ def conformance(
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
         timeout=timeout, jobs=jobs, seed=seed,
     )  # fmt: skip
-    if golden is not None and backend is not None:
-        codes = code, _replay(golden, backend, device)
-        code = FAILED if FAILED in codes else max(codes)
     raise typer.Exit(code)
 
 
@@ -258,24 +252,6 @@ def _load_only(backend: str, imports: list[str] | None) -> None:
     name, known = backend.partition("/")[0], {p.name for p in entry_points()}
     if not os.environ.get("HAL_PLUGINS", "").strip() and (imports or name in known or name == "reference"):
         os.environ["HAL_PLUGINS"] = ",".join(dict.fromkeys([*BUILTIN, *({name} & known)]))
-
-
-def _replay(folder: Path, backend: str, device: str | None) -> int:
-    """Golden cases: how many give what was recorded; those that the backend does not do are not run."""
-    from hal import golden
-    from hal.registry._table import live
-
-    table = live.current()
-    entry = table.entries.get(backend)
-    where = device or (
-        entry.manifest.lanes.get(table.lane, ("cpu",))[0] if entry and entry.manifest else "cpu"
-    )
-    outcomes = golden.replay(folder, backend, where)
-    for o in outcomes:
-        if not o.passed:
-            print(f"golden {o.op} {o.case}: {'' if o.ran else 'not run: '}{o.detail}")
-    print(f"golden: {golden.summary(outcomes)}")
-    return golden.exit_code(outcomes)
 
 
 @app.command("new-backend")

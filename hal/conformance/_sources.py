@@ -16,7 +16,7 @@ from hal.registry._points import BUILTIN
 from hal.registry._requirements import DISTRIBUTION
 
 HAL = Path(__file__).parent.parent
-NOT_JUDGED = ("bench", "cli.py", "conformance", "demo", "engines", "golden.py", "__main__.py", "backends")
+NOT_JUDGED = ("bench", "cli.py", "conformance", "demo", "engines", "__main__.py", "backends")
 """Of hal: the suite, which has a hash of its own, what no op runs, and the backends, of which one is judged."""
 SUFFIXES = frozenset({
     ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".ptx", ".cubin", ".py", ".pyd", ".pyx", ".so", ".dll",

@@ -359,49 +359,6 @@ def test_a_backend_that_can_not_run_here_is_not_judged(
         assert "Traceback" not in said
 
 
-def test_golden_outputs_are_replayed_after_a_judgement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hal import golden
-
-    def judged(code: int) -> None:
-        monkeypatch.setattr(cli, "_call", lambda *args, **kwargs: code)
-
-    monkeypatch.setattr(golden, "CHOSEN", {"get_last_loc": golden.CHOSEN["get_last_loc"]})
-    (file,) = golden.record(tmp_path, "reference", "cpu")
-    command = ("conformance", "reference", "--golden", str(tmp_path))
-    judged(cli.OK)
-    assert run(monkeypatch, *command) == cli.OK
-    count = len(golden.CHOSEN["get_last_loc"])
-    assert f"golden: {count} passed / {count} replayed\n" in capsys.readouterr().out
-    judged(cli.FAILED)
-    assert run(monkeypatch, *command) == cli.FAILED
-    kept = torch.load(file, weights_only=True)
-    next(iter(kept["cases"].values()))["outputs"]["return"] += 1
-    torch.save(kept, file)
-    judged(cli.OK)
-    capsys.readouterr()
-    assert run(monkeypatch, *command) == cli.FAILED
-    assert f"golden: {count - 1} passed / {count} replayed\n" in capsys.readouterr().out
-
-
-def test_golden_outputs_that_nothing_could_replay_neither_pass_nor_hide_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hal import golden
-
-    monkeypatch.setattr(golden, "CHOSEN", {"get_last_loc": golden.CHOSEN["get_last_loc"]})
-    golden.record(tmp_path, "reference", "cpu")
-    count = len(golden.CHOSEN["get_last_loc"])
-    hal.register("compute_positions", backend="other_op")(lambda prefix_lens, seq_lens, out: out)
-    for judged, code in ((cli.OK, cli.NOTHING), (cli.NOTHING, cli.NOTHING), (cli.FAILED, cli.FAILED)):
-        monkeypatch.setattr(cli, "_call", lambda *args, judged=judged, **kwargs: judged)
-        assert run(monkeypatch, "conformance", "other_op", "--golden", str(tmp_path)) == code
-        said = capsys.readouterr().out
-        assert f"golden: 0 passed / 0 replayed / {count} recorded: {count} not run\n" in said
-        assert said.count("not run: unimplemented") == count
-
-
 def test_cost_tables_are_of_one_machine_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hal import tune
 
