@@ -6,9 +6,7 @@ shows as `not run`, never as a shorter suite.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from typing import TypeVar
 
 from hal.conformance._fresh import names as fresh_names
@@ -119,17 +117,3 @@ def _distinct(samples: list[Sample]) -> list[Sample]:
 def case_list(specs: Mapping[str, OpSpec]) -> list[Case]:
     """The cases of several ops, in order."""
     return [case for spec in specs.values() for case in cases_of(spec)]
-
-
-ENTERS = ("kvpool.py", "_errors.py", "_host.py", "_memory.py")
-"""Of hal itself: what the contracts and their truths are made with."""
-
-
-def suite_hash() -> str:
-    """SHA-256 over the sources that decide a verdict: this package, who makes the calls, contracts, pools."""
-    digest = hashlib.sha256()
-    for package in ("hal.conformance", "hal._remote", "hal.ops", "hal"):
-        for item in sorted(resources.files(package).iterdir(), key=lambda i: i.name):
-            if item.name.endswith(".py") and (package != "hal" or item.name in ENTERS):
-                digest.update(f"{package}/{item.name}\0".encode() + item.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -21,11 +21,11 @@ from hal._errors import HalError, SelectionError
 from hal._version import __version__
 from hal.conformance import _report, _waivers, _writers
 from hal.conformance._bar import Progress, teller
-from hal.conformance._cases import ALONE, case_list, suite_hash
+from hal.conformance._cases import ALONE, case_list
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._judge import Apart, judge
 from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case, Result
-from hal.conformance._sources import code_of
+from hal.conformance._sources import code_of, suite_hash
 from hal.conformance._verify import beyond_samples, core_ops, inconsistencies, read, simulates
 from hal.conformance._worker import Worker
 from hal.conformance._writers import Report

@@ -1,4 +1,4 @@
-"""The code that was judged, as hashes of its files: so that a certificate can say when it is another's.
+"""The code that was judged, and the suite's own, as hashes of files: so that a certificate can say when it is another's.
 
 Nothing is imported to look at it.
 """
@@ -6,7 +6,7 @@ Nothing is imported to look at it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import machinery, metadata, util
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hal.registry._requirements import DISTRIBUTION
 HAL = Path(__file__).parent.parent
 NOT_JUDGED = ("bench", "cli.py", "conformance", "demo", "engines", "__main__.py", "backends")
 """Of hal: the suite, which has a hash of its own, what no op runs, and the backends, of which one is judged."""
+SUITE = ("conformance", "_remote", "ops", "kv", "_errors.py", "_host.py", "_memory.py")
 SUFFIXES = frozenset({
     ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".ptx", ".cubin", ".py", ".pyd", ".pyx", ".so", ".dll",
     ".dylib",
@@ -44,11 +45,26 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
             if point.name == name and point.fault is None:
                 own |= dict(_package(point.value.partition(":")[0].partition(".")[0]))
                 own |= dict(_installed(point.dist))
-    hashes = {
-        n: hashlib.sha256(path.read_bytes()).hexdigest() for n, path in sorted({**files, **own}.items())
-    }
-    digest = hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in hashes.items()).encode()).hexdigest()
-    return {"files": hashes, "sha256": digest, "complete": bool(own)}
+    hashes = _hashes({**files, **own})
+    return {"files": hashes, "sha256": _digest(hashes), "complete": bool(own)}
+
+
+def suite_files() -> dict[str, Path]:
+    """The sources that decide a verdict: the suite, who makes the calls, contracts, truths, pools."""
+    return {f"hal/{name}": path for top in SUITE for name, path in _under(HAL / top, top)}
+
+
+def suite_hash() -> str:
+    """SHA-256 over `suite_files`."""
+    return _digest(_hashes(suite_files()))
+
+
+def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
+
+
+def _digest(hashes: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in hashes.items()).encode()).hexdigest()
 
 
 def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hal.conformance import _fresh, _report, _soak, _waivers
-from hal.conformance._cases import DEVICE_PROOFS, case_list, suite_hash
+from hal.conformance._cases import DEVICE_PROOFS, case_list
 from hal.conformance._result import NOT_APPLICABLE, OUTCOMES, PASSED, SIMULATED, Case
 from hal.conformance._schema import misfits
-from hal.conformance._sources import changed, code_of
+from hal.conformance._sources import changed, code_of, suite_hash
 from hal.ops import BUILTIN, get_spec
 from hal.ops.spec import PoolArg
 from hal.registry._points import BUILTIN as BACKENDS

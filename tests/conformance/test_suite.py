@@ -17,11 +17,12 @@ import torch
 from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import _picture, _report, _waivers, _writers, main
 from hal.conformance._arena import POISONS, ZONE, Arena, Room, extent, place
-from hal.conformance._cases import DEVICE_PROOFS, PROOFS, case_list, cases_of, suite_hash
+from hal.conformance._cases import DEVICE_PROOFS, PROOFS, case_list, cases_of
 from hal.conformance._proofs import pure_outputs, run_case
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED, Case
 from hal.conformance._run import execute
 from hal.conformance._schema import misfits
+from hal.conformance._sources import suite_files, suite_hash
 from hal.conformance._verify import beyond_samples, inconsistencies
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
@@ -166,6 +167,11 @@ def test_every_sample_and_error_has_its_case() -> None:
 def test_the_hash_is_of_the_sources() -> None:
     assert len(suite_hash()) == 64
     assert suite_hash() == suite_hash()
+    decide = (
+        "conformance/_verdict.py", "_remote/perform.py", "ops/spec.py", "ops/proofs/judge.py", "kv/pool.py", "_errors.py",
+        "_host.py", "_memory.py",
+    )  # fmt: skip
+    assert {f"hal/{name}" for name in decide} <= set(suite_files())
 
 
 @pytest.mark.parametrize("op", BUILTIN)
