@@ -72,6 +72,11 @@ class DirectTarget:
     limits: tuple[str, ...] | None = None
     takes: tuple[str, ...] | None = None
 
+    @classmethod
+    def of(cls, op: str, fn: Callable[..., Any], device: str = "cpu") -> DirectTarget:
+        """A function that supports everything."""
+        return cls({op: Bound(fn, always, "direct")}, device=torch.device(device))
+
     def ready(self, op: str) -> str | None:
         return None if op in self.fns else "unimplemented"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from hal.conformance._fresh import names as fresh_names
 from hal.conformance._result import Case
+from hal.conformance.proofs.fresh import names as fresh_names
 from hal.ops.spec import INDEX, OpSpec, PoolArg, Sample, TensorArg
 
 T = TypeVar("T")

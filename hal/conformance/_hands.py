@@ -60,7 +60,6 @@ class Local:
     """A backend in this process: for the suite's own tests, pytest and replays. It certifies nothing."""
 
     _arena: Arena | None = None
-    _natural = torch.get_num_threads()
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -71,17 +70,19 @@ class Local:
             Local._arena = Arena()
         self.arena = Local._arena
         self.hands = Hands(target, self.arena.memory)
+        self.threads = torch.get_num_threads()
 
     def ready(self, op: str) -> str | None:
         return self.target.ready(op)
 
     def do(self, task: Task) -> Mapping[str, Any]:
         # As many threads as the backend would have outside of the suite.
-        torch.set_num_threads(self._natural)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         try:
             return self.hands.do(task)
         finally:
-            torch.set_num_threads(1)
+            torch.set_num_threads(before)
 
 
 def caller_of(target: Target | Caller) -> Caller:

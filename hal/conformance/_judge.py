@@ -33,7 +33,7 @@ def judge(
     stop: threading.Event | None = None,
 ) -> None:
     """Proves cases in turn; a process that dies or hangs fails the case it was in, and the rest go on in another."""
-    from hal.conformance._proofs import run_case
+    from hal.conformance.proofs.run import run_case
 
     job = worker.job
     for case in cases:

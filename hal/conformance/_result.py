@@ -10,6 +10,14 @@ SIMULATED = "simulated"
 OUTCOMES = (PASSED, FAILED, REFUSED, NOT_APPLICABLE, NOT_RUN, SIMULATED)
 
 
+class Skip(Exception):
+    """The suite, not the backend, decides that a case does not apply or could not run."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
 @dataclass(frozen=True)
 class Case:
     """One thing to prove.
@@ -53,3 +61,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def first_line(e: BaseException) -> str:
+    return str(e).strip().splitlines()[0] if str(e).strip() else repr(e)

@@ -44,7 +44,7 @@ class Outcome:
     fatal: str = ""
 
 
-def execute(
+def run_backend(
     backend: str,
     lane: str,
     ops: Sequence[str],
@@ -368,8 +368,8 @@ def replay(op: str, backend: str, lane: str = "device", **params: Any) -> None:
         params: what its contract's `make` takes: what a failing case prints.
     """
     from hal._remote.target import RegistryTarget
-    from hal.conformance._proofs import Refused, Run
-    from hal.conformance._verdict import Failure
+    from hal.conformance.execute import Failure, Refused
+    from hal.conformance.proofs.run import Run
     from hal.registry._table import live
 
     spec = live.current().spec(op)
@@ -383,7 +383,7 @@ def replay(op: str, backend: str, lane: str = "device", **params: Any) -> None:
 def replay_case(case_id: str, backend: str, lane: str = "device", seed: int = 0) -> None:
     """Runs one case again in this process and raises `AssertionError` unless it passes."""
     from hal._remote.target import RegistryTarget
-    from hal.conformance._proofs import run_case
+    from hal.conformance.proofs.run import run_case
     from hal.registry._table import live
 
     spec = live.current().spec(case_id.partition("/")[0])

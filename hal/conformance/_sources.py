@@ -1,4 +1,4 @@
-"""The code that was judged, and the suite's own, as hashes of files: so that a certificate can say when it is another's.
+"""The code that was judged, and the suite's own, as hashes of files: a certificate says when it is of others.
 
 Nothing is imported to look at it.
 """

@@ -10,11 +10,12 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from hal.conformance import _fresh, _report, _soak, _waivers
+from hal.conformance import _report, _waivers
 from hal.conformance._cases import DEVICE_PROOFS, case_list
 from hal.conformance._result import NOT_APPLICABLE, OUTCOMES, PASSED, SIMULATED, Case
 from hal.conformance._schema import misfits
 from hal.conformance._sources import changed, code_of, suite_hash
+from hal.conformance.proofs import fresh, soak
 from hal.ops import BUILTIN, get_spec
 from hal.ops.spec import PoolArg
 from hal.registry._points import BUILTIN as BACKENDS
@@ -53,9 +54,7 @@ def beyond_samples(ops: Sequence[str], lane: str) -> dict[str, Any]:
     """How far and how long the lane is tried beyond the fixed samples: what a slow lane leaves out stands here."""
     specs = {op: get_spec(op) for op in ops if op in BUILTIN}
     # As JSON has it, so that a report that was read is compared with equals.
-    told: dict[str, Any] = json.loads(
-        json.dumps({"fresh": _fresh.plan(specs, lane), "soak": _soak.plan(lane)})
-    )
+    told: dict[str, Any] = json.loads(json.dumps({"fresh": fresh.plan(specs, lane), "soak": soak.plan(lane)}))
     return told
 
 

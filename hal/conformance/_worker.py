@@ -45,7 +45,7 @@ class Job:
         plugins: the entry points that may load in the backend's process.
         ops: None for all.
         silence: seconds in which a call has to end; None: the lane's.
-        fixed, examples, seed: as `hal.conformance._proofs.Run` has them.
+        fixed, examples, seed: as `hal.conformance.proofs.run.Run` has them.
     """
 
     backend: str

@@ -10,9 +10,9 @@ import pytest
 
 from hal._remote.target import RegistryTarget
 from hal.conformance._cases import case_list
-from hal.conformance._proofs import run_case
 from hal.conformance._report import failure_text
 from hal.conformance._result import FAILED, PASSED, Case
+from hal.conformance.proofs.run import run_case
 from hal.registry._table import live
 
 

@@ -29,8 +29,9 @@ from hal.backends.ascend import _fused
 from hal.backends.cuda import _flashinfer
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import cases_of
-from hal.conformance._proofs import BOUND, Refused, Run, run_case
 from hal.conformance._result import FAILED, PASSED, Case
+from hal.conformance.execute import BOUND, Refused
+from hal.conformance.proofs.run import Run, run_case
 from hal.kv.paging import listed, runs
 from hal.ops import get_spec
 from hal.ops.proofs.judge import right_any

@@ -18,7 +18,7 @@ import hal
 from hal import _scaffold, cli
 from hal.conformance import main
 from hal.conformance._cases import cases_of
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
 from hal.ops import BUILTIN, get_spec
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -127,5 +127,5 @@ def test_from_nothing_to_a_green_op(
     cases = [
         c for c in cases_of(get_spec("get_last_loc")) if c.proof in ("value", "pages", "errors", "extremes")
     ]
-    outcome = execute("acme", "device", ["get_last_loc"], cases)
+    outcome = run_backend("acme", "device", ["get_last_loc"], cases)
     assert {r.outcome for r in outcome.results.values()} == {"passed"}, outcome.fatal

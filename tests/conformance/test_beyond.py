@@ -14,18 +14,19 @@ from sabotage import faults
 from sabotage._run import kill
 
 from hal._remote.target import Bound, DirectTarget, always
-from hal.conformance import _fresh, _report, _soak, main
+from hal.conformance import _report, main
 from hal.conformance._arena import bits
 from hal.conformance._cases import cases_of
-from hal.conformance._proofs import Run, run_case
 from hal.conformance._result import FAILED, PASSED, Case
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
 from hal.conformance._verdict import Failure
 from hal.conformance._verify import beyond_samples, inconsistencies
+from hal.conformance.proofs import fresh, soak
+from hal.conformance.proofs.run import Run, run_case
 from hal.ops import BUILTIN, get_spec
 
 OP = "get_last_loc"
-WIDE = [(op, name) for op in BUILTIN for name in (get_spec(op).fresh or _fresh.Fresh({}, len)).wide]
+WIDE = [(op, name) for op in BUILTIN for name in (get_spec(op).fresh or fresh.Fresh({}, len)).wide]
 
 
 def target_of(fn: Any, op: str = OP, deterministic: bool = True) -> DirectTarget:
@@ -39,10 +40,10 @@ def target_of(fn: Any, op: str = OP, deterministic: bool = True) -> DirectTarget
 
 def test_every_op_says_what_is_wide_and_has_a_case_for_it() -> None:
     for op in BUILTIN:
-        fresh = get_spec(op).fresh
-        assert fresh is not None
+        of_op = get_spec(op).fresh
+        assert of_op is not None
         names = [c.name for c in cases_of(get_spec(op)) if c.proof == "fresh"]
-        assert names == [*fresh.wide, "pairs", "mixed"]
+        assert names == [*of_op.wide, "pairs", "mixed"]
 
 
 def test_the_sizes_go_as_far_as_engines_do() -> None:
@@ -55,16 +56,16 @@ def test_the_sizes_go_as_far_as_engines_do() -> None:
         ("decode_attention", "bs"): 8192, ("decode_attention", "longest"): 65_536, ("decode_attention", "q_heads"): 128,
     }  # fmt: skip
     for (op, name), size in least.items():
-        reach = _fresh.reach(get_spec(op), name, "device")
+        reach = fresh.reach(get_spec(op), name, "device")
         assert min(reach) >= size, (op, name, reach)
 
 
 @pytest.mark.parametrize(("op", "name"), WIDE)
 @pytest.mark.parametrize("lane", ["device", "interpreter"])
 def test_the_wide_one_is_always_beyond_what_is_usual(op: str, name: str, lane: str) -> None:
-    usual, reach = get_spec(op).ragged.get(name, 0), _fresh.reach(get_spec(op), name, lane)
+    usual, reach = get_spec(op).ragged.get(name, 0), fresh.reach(get_spec(op), name, lane)
     for seed in range(20):
-        value = _fresh.draw(get_spec(op), Random(seed), [name], lane)[name]
+        value = fresh.draw(get_spec(op), Random(seed), [name], lane)[name]
         assert min(reach) <= value <= max(reach)
         assert not isinstance(usual, tuple) or value > max(usual)
 
@@ -74,8 +75,8 @@ def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
         return [
             (what, tries[0])
             for op in BUILTIN
-            for case in _fresh.names(get_spec(op))
-            for what, tries in _fresh.draws(get_spec(op), case, Random(f"{seed} {op}/{case}"), "device")
+            for case in fresh.names(get_spec(op))
+            for what, tries in fresh.draws(get_spec(op), case, Random(f"{seed} {op}/{case}"), "device")
         ]
 
     assert all_of(5) == all_of(5)
@@ -84,14 +85,14 @@ def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
 
 def test_two_wide_ones_shrink_to_what_a_machine_can_do() -> None:
     for op in BUILTIN:
-        fresh = get_spec(op).fresh
-        assert fresh is not None
+        of_op = get_spec(op).fresh
+        assert of_op is not None
         for seed in range(3):
-            for some in [(a, b) for a in fresh.wide for b in fresh.wide if a < b]:
-                params = _fresh.settled(_fresh.draw(get_spec(op), Random(seed), some, "device"))
-                fits = fresh.size(params) <= _fresh.MOST["device"]
+            for some in [(a, b) for a in of_op.wide for b in of_op.wide if a < b]:
+                params = fresh.settled(fresh.draw(get_spec(op), Random(seed), some, "device"))
+                fits = of_op.size(params) <= fresh.MOST["device"]
                 small = all(
-                    isinstance(fresh.wide[n].sizes, list) or params[n] <= max(20, 2 * fresh.wide[n].step)
+                    isinstance(of_op.wide[n].sizes, list) or params[n] <= max(20, 2 * of_op.wide[n].step)
                     for n in some
                 )
                 assert fits or small, (op, params)
@@ -100,7 +101,7 @@ def test_two_wide_ones_shrink_to_what_a_machine_can_do() -> None:
 def test_a_slow_lane_is_scaled_down_and_says_so() -> None:
     full, less = beyond_samples([OP], "device"), beyond_samples([OP], "interpreter")
     assert full["fresh"]["scale"] == "full"
-    assert less["fresh"]["scale"] == f"ranges / {_fresh.SLOWER}: lane interpreter"
+    assert less["fresh"]["scale"] == f"ranges / {fresh.SLOWER}: lane interpreter"
     assert max(less["fresh"]["reach"][OP]["bs"]) < min(full["fresh"]["reach"][OP]["bs"])
     assert less["soak"]["calls"] < full["soak"]["calls"]
     assert less["soak"]["one_in_a_thousand_escapes"] > 0.5
@@ -163,7 +164,7 @@ def test_the_worker_draws_from_the_seed_it_is_given(tmp_path: Path, monkeypatch:
     case = Case(OP, "fresh", "bs")
     said = []
     for seed in (1, 1, 2):
-        outcome = execute("limited", "device", [OP], [case], imports=["limited"], seed=seed)
+        outcome = run_backend("limited", "device", [OP], [case], imports=["limited"], seed=seed)
         assert not outcome.fatal
         said.append(outcome.results[case.id].reason.partition(")")[0])
     assert said[0] == said[1] != said[2]
@@ -178,7 +179,7 @@ def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
     run = Run(target_of(get_spec(op).reference, op), get_spec(op), Case(op, "soak", "all"))
     arguments = run.make(**run.busy[0].params)
     with run.caller.arena.borrowed():
-        copies = _soak.Copies(run, arguments, 3)
+        copies = soak.Copies(run, arguments, 3)
         assert 2 <= len(copies.placed) <= 3
         for placed in copies.placed:
             for name, value in placed.values.items():
@@ -233,9 +234,9 @@ def test_inputs_and_results_are_looked_at_after_one_pause() -> None:
         late[3][:1] += 1
 
     with pytest.raises(Failure, match=r"and 1 s later no more: prefix_lens\[0\]: changed"):
-        _soak.later(Run(target_of(run), get_spec(OP), Case(OP, "later", "all")), wait)
-    assert pauses == [_soak.LATER]
-    _soak.later(Run(target_of(good), get_spec(OP), Case(OP, "later", "all")), pauses.append)
+        soak.later(Run(target_of(run), get_spec(OP), Case(OP, "later", "all")), wait)
+    assert pauses == [soak.LATER]
+    soak.later(Run(target_of(good), get_spec(OP), Case(OP, "later", "all")), pauses.append)
 
 
 # --- the faults -------------------------------------------------------------------------------------

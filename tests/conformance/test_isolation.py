@@ -20,12 +20,13 @@ from hal.conformance import main
 from hal.conformance._arena import Arena, Room, place
 from hal.conformance._cases import cases_of
 from hal.conformance._find import Fatal, find, job_for
-from hal.conformance._proofs import TRUTHS, Truths, run_case
 from hal.conformance._result import FAILED
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
 from hal.conformance._sources import code_of
+from hal.conformance._truths import TRUTHS, Truths
 from hal.conformance._verdict import Ret
 from hal.conformance._worker import _doing, _tail, _ticks, last_line
+from hal.conformance.proofs.run import run_case
 from hal.ops import get_spec
 
 OP = "get_last_loc"
@@ -67,7 +68,7 @@ def test_a_plugin_runs_in_its_worker_alone(plugins: Plugins, tmp_path: Path) -> 
     assert str(os.getpid()) not in {pid for _, pid in ran}
     assert not {"acme", "acme_kernels", "other"} & set(sys.modules)
     (tmp_path / "pids").unlink()
-    assert not execute("reference", "device", [OP], values()[:1]).fatal
+    assert not run_backend("reference", "device", [OP], values()[:1]).fatal
     assert not (tmp_path / "pids").exists()
 
 
@@ -76,9 +77,9 @@ def test_a_foreign_plugin_decides_nothing(plugins: Plugins) -> None:
     plugins.add("meddler", "import os\nos.environ['HAL_BACKEND'] = 'reference'\nos._exit(0)\n")
     plugins.add("acme", manifest("acme"), GOOD)
     plugins.add("wrong", manifest("wrong"))
-    right = execute("acme", "device", [OP], values())
+    right = run_backend("acme", "device", [OP], values())
     assert {r.outcome for r in right.results.values()} == {"passed"}, right.fatal
-    wrong = execute("wrong", "device", [OP], values())
+    wrong = run_backend("wrong", "device", [OP], values())
     assert FAILED in {r.outcome for r in wrong.results.values()}
 
 
@@ -203,7 +204,7 @@ def mine(
     (folder / "mine.py").write_text(MINE.format(body=body))
     monkeypatch.chdir(folder)
     cases = [c for c in cases_of(get_spec(OP)) if c.id == case]
-    return execute("mine", "device", [OP], cases, imports=["mine"], silence=silence).results[case]
+    return run_backend("mine", "device", [OP], cases, imports=["mine"], silence=silence).results[case]
 
 
 def test_a_crash_names_the_author_s_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_slow_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "mine.py").write_text(good + (tmp_path / "mine.py").read_text())
     monkeypatch.chdir(tmp_path)
     cases = [c for c in cases_of(get_spec(OP)) if c.id == source]
-    result = execute("mine", "device", [OP], cases, imports=["mine"], silence=8.0).results[source]
+    result = run_backend("mine", "device", [OP], cases, imports=["mine"], silence=8.0).results[source]
     assert result.outcome == FAILED
     assert result.reason.startswith("slow: not done after 32 s, though its calls end: ")
     assert "--timeout gives them longer" in result.reason
@@ -253,7 +254,7 @@ def test_what_hangs_is_said_to_wait_or_to_compute() -> None:
 
 
 def test_the_innermost_line_that_is_the_author_s(tmp_path: Path) -> None:
-    hal = Path(__file__).parent.parent / "hal"
+    hal = Path(__file__).parents[2] / "hal"
     said = [
         "Fatal Python error: Segmentation fault", "Stack (most recent call first):",
         f'  File "{torch.__file__}", line 3 in empty', '  File "/their/kernel.py", line 7 in load',
@@ -291,7 +292,7 @@ perform.Hands.do = lambda hands, task: next(SAYS, {"outcome": "broke", "type": "
 """
     plugins.add("acme", manifest("acme"), GOOD + lie)
     cases = values()[:6]
-    outcome = execute("acme", "device", [OP], cases)
+    outcome = run_backend("acme", "device", [OP], cases)
     assert {r.outcome for r in outcome.results.values()} == {FAILED}
     assert len(outcome.results) == len(cases)
 

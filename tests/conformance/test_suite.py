@@ -18,12 +18,13 @@ from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import _picture, _report, _waivers, _writers, main
 from hal.conformance._arena import POISONS, ZONE, Arena, Room, extent, place
 from hal.conformance._cases import DEVICE_PROOFS, PROOFS, case_list, cases_of
-from hal.conformance._proofs import pure_outputs, run_case
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED, Case
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
 from hal.conformance._schema import misfits
 from hal.conformance._sources import suite_files, suite_hash
+from hal.conformance._truths import pure_outputs
 from hal.conformance._verify import beyond_samples, inconsistencies
+from hal.conformance.proofs.run import run_case
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
 
@@ -168,8 +169,8 @@ def test_the_hash_is_of_the_sources() -> None:
     assert len(suite_hash()) == 64
     assert suite_hash() == suite_hash()
     decide = (
-        "conformance/_verdict.py", "_remote/perform.py", "ops/spec.py", "ops/proofs/judge.py", "kv/pool.py", "_errors.py",
-        "_host.py", "_memory.py",
+        "conformance/_verdict.py", "conformance/proofs/value.py", "_remote/perform.py", "ops/spec.py", "kv/pool.py",
+        "ops/proofs/judge.py", "_errors.py", "_host.py", "_memory.py",
     )  # fmt: skip
     assert {f"hal/{name}" for name in decide} <= set(suite_files())
 
@@ -537,7 +538,7 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
     monkeypatch.chdir(tmp_path)
     wanted = ("get_last_loc/value/one", "get_last_loc/value/i64-i64", "get_last_loc/value/past-one-block")
     cases = [c for c in cases_of(get_spec("get_last_loc")) if c.id in wanted]
-    outcome = execute("mine", "device", ["get_last_loc"], cases, imports=["mine"], silence=9.0)
+    outcome = run_backend("mine", "device", ["get_last_loc"], cases, imports=["mine"], silence=9.0)
     assert set(outcome.results) == set(wanted), outcome.fatal
     assert {r.outcome for r in outcome.results.values()} == {FAILED}
     assert says in outcome.results["get_last_loc/value/one"].reason
@@ -545,7 +546,7 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
 
 def test_several_jobs_say_what_one_says() -> None:
     cases = [c for c in cases_of(get_spec("get_last_loc")) if c.proof in ("value", "threads", "ragged")]
-    one, three = (execute("reference", "device", ["get_last_loc"], cases, jobs=j) for j in (1, 3))
+    one, three = (run_backend("reference", "device", ["get_last_loc"], cases, jobs=j) for j in (1, 3))
     assert {r.id: r.outcome for r in one.results.values()} == {
         r.id: r.outcome for r in three.results.values()
     }

@@ -98,9 +98,9 @@ def the_manifest_patches_the_parent() -> None: ...
     import importlib
 
     for name, one, value in (
-        ("_verdict", "judge", lambda *a, **k: {}), ("_proofs", "judge", lambda *a, **k: {}),
-        ("_proofs", "run_case", lambda case, *a, **k: __import__("hal.conformance._result").conformance._result.Result(
-            case.id, "passed")),
+        ("_verdict", "judge", lambda *a, **k: {}), ("execute", "judge", lambda *a, **k: {}),
+        ("proofs.run", "run_case",
+         lambda case, *a, **k: importlib.import_module("hal.conformance._result").Result(case.id, "passed")),
         ("_report", "verdict", lambda *a, **k: {"certified": True, "lacking": [], "failed": []}),
     ):
         setattr(importlib.import_module("hal.conformance." + name), one, value)

@@ -18,9 +18,9 @@ import torch
 
 from hal._remote.target import DirectTarget
 from hal.conformance._cases import cases_of
-from hal.conformance._proofs import run_case
 from hal.conformance._result import FAILED, Case
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
+from hal.conformance.proofs.run import run_case
 from hal.ops import get_spec
 from sabotage._healthy import Fault, healthy
 
@@ -81,7 +81,7 @@ def kill(fault: Fault, device: str = "cpu") -> Kill:
 def _kill_in_worker(fault: Fault, done: Any) -> Kill:
     # One case is enough for what ends a process, and each costs a process.
     cases = list(candidates(fault))[:1]
-    outcome = execute(
+    outcome = run_backend(
         backend_of(fault), "device", [fault.op], cases, imports=["sabotage._plugin"], silence=SILENCE
     )  # fmt: skip
     if outcome.fatal:

@@ -14,9 +14,9 @@ from hal.backends.cpu._bits import load, store
 from hal.backends.cpu._index import length
 from hal.backends.cpu._jit import Kernel
 from hal.conformance._cases import cases_of
-from hal.conformance._extremes import VALUES
 from hal.conformance._result import PASSED
-from hal.conformance._run import execute
+from hal.conformance._run import run_backend
+from hal.conformance.proofs.extremes import VALUES
 from hal.ops import BUILTIN, get_spec
 from hal.ops._spans import clamped_lengths
 
@@ -53,7 +53,7 @@ def test_offsets_that_wrap_end_no_process() -> None:
     """The two ops that take a start and an end; ``hal conformance cpu`` has all."""
     ops = ["assign_extend_cache_locs", "write_req_to_token"]
     cases = [c for op in ops for c in cases_of(get_spec(op)) if c.proof == "extremes"]
-    outcome = execute("cpu", "device", ops, cases)
+    outcome = run_backend("cpu", "device", ops, cases)
     assert not outcome.fatal
     assert {i: (r.outcome, r.reason) for i, r in outcome.results.items()} == {
         c.id: (PASSED, "") for c in cases

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from hal.conformance._arena import POISONS, Placed
 from hal.conformance._cases import spread
+from hal.conformance._truths import names_nothing
 from hal.conformance._verdict import Failure, Ret
+from hal.conformance.execute import BOUND, DISPATCHED, Refused
 
 if TYPE_CHECKING:
-    from hal.conformance._proofs import Run
+    from hal.conformance.proofs.run import Run
 
 CALLS = {"device": 10_000, "slow": 100}
 """Of a fault in one call of 1,000, 10,000 calls miss all with a probability of 4.5e-5."""
@@ -69,17 +71,15 @@ class Copies:
 
 def soak(run: Run) -> None:
     """Equal calls, each restored before and compared after, bit for bit, with the first, which is judged in full."""
-    from hal.conformance._proofs import names_nothing
-
     sample = run.busy[0]
-    arguments, wants = run.made(sample.params)
+    arguments, wants = run.example(sample.params)
     if names_nothing(wants):
         raise TypeError(f"{run.op}: {sample.name} writes nothing")
     kind = "slow" if run.slow else "device"
     calls, least = CALLS[kind], LEAST_CALLS[kind]
     copies = Copies(run, arguments, min(AT_ONCE, calls - 1))
     first = copies.placed[0]
-    said = run.called(first)
+    said = run.ask(first)
     own = Ret.of(said["ret"], first)
     run.judge(wants, first, own)
     image = copies.words[0].clone()
@@ -129,11 +129,9 @@ def alike(a: Ret, b: Ret) -> bool:
 
 
 def leak(run: Run) -> None:
-    from hal.conformance._proofs import BOUND
-
     sample = run.busy[0]
     run.prove(sample.params, ways=((BOUND, POISONS[1]),))
-    placed = run.place(run.made(sample.params)[0])
+    placed = run.place(run.example(sample.params)[0])
     for _ in range(2):  # the first is also whatever happens once
         begin = time.monotonic()
         run.do("repeat", placed, calls=LEAK_TRIAL, dispatched_every=DISPATCHED_EVERY)
@@ -176,11 +174,9 @@ def leak(run: Run) -> None:
 
 def later(run: Run, wait: Callable[[float], None] = time.sleep) -> None:
     """All samples first, then one pause, then all that they left: results, inputs, guard zones, as they were."""
-    from hal.conformance._proofs import BOUND, DISPATCHED, Refused
-
     kept: list[tuple[str, Placed, Tensor | None]] = []
     for turn, sample in enumerate(spread(run.busy, LATER_SAMPLES["slow" if run.slow else "device"])):
-        arguments, wants = run.made(sample.params)
+        arguments, wants = run.example(sample.params)
         placed = run.place(arguments, POISONS[turn % 2])
         try:
             ret = run.call(placed, (BOUND, DISPATCHED)[turn % 2], keep=True)

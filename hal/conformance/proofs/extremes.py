@@ -23,10 +23,12 @@ from hal.conformance._arena import POISONS
 from hal.conformance._cases import index_arguments, spread
 from hal.conformance._hands import Died
 from hal.conformance._verdict import Failure
+from hal.conformance.execute import Refused
+from hal.conformance.proofs.fresh import is_range
 from hal.ops.spec import FLOATS, INDEX, OpSpec, ValueArg
 
 if TYPE_CHECKING:
-    from hal.conformance._proofs import Run
+    from hal.conformance.proofs.run import Run
 
 VALUES: dict[torch.dtype, tuple[int, ...]] = {
     torch.int64: (-(2**63), -(2**62), -1, 0, 1, 4, 7, 2**31, 2**62, 2**63 - 1),
@@ -50,8 +52,6 @@ def prove(run: Run) -> None:
     """All pairs; on a lane that stands in for a device a sample: `SOME` at once, and `FEW` alone. Of attention all
     pairs in batches, and `COSTLY` alone.
     """
-    from hal.conformance._proofs import Refused
-
     base, most = params(run), min(room(run), SOME) if run.slow else room(run)
     for names, dtype, apart in subjects(run, base):
         todo = list(itertools.product(VALUES[dtype], VALUES[dtype]))
@@ -91,8 +91,7 @@ def room(run: Run) -> int:
 
 def first_size(spec: OpSpec) -> list[str]:
     """The parameter of `make` that is the size of a batch, where there is one."""
-    ranges = (n for n, r in spec.ragged.items() if isinstance(r, tuple) and all(type(x) is int for x in r))
-    return list(itertools.islice(ranges, 1))
+    return list(itertools.islice((n for n, r in spec.ragged.items() if is_range(r)), 1))
 
 
 def params(run: Run) -> dict[str, Any]:
@@ -212,11 +211,9 @@ def call(
     wants = run.spec.oracle(made)
     shown = ", ".join(f"{n}={made[n][: SIZE + 1].tolist()}" for n in dict.fromkeys(names))
     for how, poison, side in ways:
-        with run.caller.arena.borrowed():
-            placed = run.place(made, poison, side=side if run.device == "cpu" else "")
-            try:
-                run.judge(wants, placed, run.call(placed, how, like=like))
-            except Failure as e:
-                raise Failure(f"{how} call with {shown}: {e}") from None
-            except Died as e:
-                raise Died(f"{how} call with {shown}: {e}", e.crashed) from None
+        try:
+            run.execute(made, wants, how, poison, side=side if run.device == "cpu" else "", like=like)
+        except Failure as e:
+            raise Failure(f"with {shown}: {e}") from None
+        except Died as e:
+            raise Died(f"{how} call with {shown}: {e}", e.crashed) from None

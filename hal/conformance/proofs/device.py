@@ -7,14 +7,16 @@ driven so far; another accelerator is reported as not run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal.conformance._arena import POISONS, Placed
-from hal.conformance._proofs import Outcome, Run
-from hal.conformance._result import NOT_APPLICABLE, NOT_RUN
+from hal.conformance._result import NOT_APPLICABLE, NOT_RUN, Skip
 from hal.conformance._verdict import Failure, Ret
 from hal.ops.proofs.judge import Want
 from hal.ops.spec import Sample
+
+if TYPE_CHECKING:
+    from hal.conformance.proofs.run import Run
 
 SPIN_MS = 60
 """How long the kernel spins that a call must not wait for: far longer than any launch, far shorter than a hang."""
@@ -22,9 +24,9 @@ SPIN_MS = 60
 
 def _needs_cuda(run: Run) -> None:
     if run.device == "cpu":
-        raise Outcome(NOT_APPLICABLE, f"lane {run.caller.lane} on a CPU has no streams")
+        raise Skip(NOT_APPLICABLE, f"lane {run.caller.lane} on a CPU has no streams")
     if run.device != "cuda":
-        raise Outcome(NOT_RUN, f"not written for {run.device} yet")
+        raise Skip(NOT_RUN, f"not written for {run.device} yet")
 
 
 def _chosen(run: Run) -> list[Sample]:
@@ -35,7 +37,7 @@ def _chosen(run: Run) -> list[Sample]:
 
 def _ready(run: Run, sample: Sample) -> tuple[dict[str, Any], dict[str, Want]]:
     """The sample's arguments and what must come of them, everything compiled and warm."""
-    arguments, wants = run.made({**sample.params, "seed": 0})
+    arguments, wants = run.example({**sample.params, "seed": 0})
     warm = run.place(arguments, POISONS[1])
     run.judge(wants, warm, run.call(warm))
     return arguments, wants
@@ -83,7 +85,7 @@ def graph(run: Run) -> None:
         placed = run.place(arguments, POISONS[1])
         turns = []
         for turn in range(4):
-            fresh, wants = run.made({**sample.params, "seed": 31 + turn})
+            fresh, wants = run.example({**sample.params, "seed": 31 + turn})
             other = run.place(fresh, POISONS[turn % 2])
             if not placed.same_layout(other):
                 # Sizes that the seed decides: this sample can't be replayed with other values.
@@ -93,7 +95,7 @@ def graph(run: Run) -> None:
         if not said["graph_safe"]:
             if run.spec.core and run.caller.backend != "reference":
                 raise Failure("not declared graph_safe, which a core op must be")
-            raise Outcome(NOT_APPLICABLE, "not declared graph_safe")
+            raise Skip(NOT_APPLICABLE, "not declared graph_safe")
         if said["captured"]:
             raise Failure(f"can't be captured into a graph: {said['captured']}")
         for turn, ((other, wants), one) in enumerate(zip(turns, said["calls"], strict=True)):
@@ -113,9 +115,7 @@ def overlap(run: Run) -> None:
         turns = [run.place(arguments, POISONS[1]) for _ in range(6)]
         said = run.do("overlap", *turns)
         if said["outcome"] != "returned":
-            raise Outcome(
-                NOT_APPLICABLE if said["outcome"] == "not_applicable" else NOT_RUN, str(said["why"])
-            )
+            raise Skip(NOT_APPLICABLE if said["outcome"] == "not_applicable" else NOT_RUN, str(said["why"]))
         for placed, one in zip(turns, said["calls"], strict=True):
             _judged(run, wants, placed, one, "between a slow producer and an early consumer")
 

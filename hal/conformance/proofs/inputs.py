@@ -12,10 +12,11 @@ from hal._errors import ArgumentError
 from hal.conformance._arena import POISONS
 from hal.conformance._cases import spread
 from hal.conformance._verdict import Failure
+from hal.conformance.execute import BOUND, DISPATCHED, check_untouched
 from hal.ops.spec import OpSpec, TensorArg
 
 if TYPE_CHECKING:
-    from hal.conformance._proofs import Run
+    from hal.conformance.proofs.run import Run
 
 
 def defaults(run: Run) -> None:
@@ -24,8 +25,6 @@ def defaults(run: Run) -> None:
     The foreign device is meta, which no allocation of an op may be on; on an accelerator its own device too, on which
     no allocation of the host may be.
     """
-    from hal.conformance._proofs import BOUND, DISPATCHED
-
     foreign = ["meta", *([run.device] if run.device != "cpu" else [])]
     # Where a result is asked for, or scratch: there something is allocated.
     samples = spread(run.busy, 2 if run.slow else 6)
@@ -57,8 +56,6 @@ def emptied(spec: OpSpec, arguments: Mapping[str, Any], dim: str) -> dict[str, A
 
 def empty(run: Run) -> None:
     """Each size of each tensor is 0 in turn: the op does what the contract says of it, or the contract refuses it."""
-    from hal.conformance._proofs import BOUND, DISPATCHED, untouched
-
     for sample in {s.tag: s for s in [*spread(run.busy, 2)]}.values():
         arguments = emptied(run.spec, run.make(**sample.params), run.case.name)
         try:
@@ -71,12 +68,11 @@ def empty(run: Run) -> None:
                 raise Failure(went) from None
             if said["argument"] is None:
                 raise Failure(f"expected an ArgumentError, got {said['type']}: {said['text']}") from None
-            untouched(
+            check_untouched(
                 placed, f"refused, as the contract has it of {run.case.name} = 0, but had already written"
             )
             continue
         wants = run.spec.oracle(arguments)
         for how, poison in ((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])):
-            placed = run.place(arguments, poison)
-            run.judge(wants, placed, run.call(placed, how))
+            run.execute(arguments, wants, how, poison)
     run.control()

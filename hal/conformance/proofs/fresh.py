@@ -12,11 +12,15 @@ from itertools import combinations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from hal.conformance._arena import POISONS
+from hal.conformance._truths import names_nothing
+from hal.conformance._verdict import Failure
+from hal.conformance.execute import BOUND, DISPATCHED, Refused
 from hal.ops.proofs.fresh import Fresh, Wide
 from hal.ops.spec import OpSpec
 
 if TYPE_CHECKING:
-    from hal.conformance._proofs import Run
+    from hal.conformance.proofs.run import Run
 
 PAIRS, MIXED = "pairs", "mixed"
 MOST = {"device": 600_000, "slow": 100_000}
@@ -64,9 +68,14 @@ def plan(specs: Mapping[str, OpSpec], lane: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def is_range(r: Any) -> bool:
+    """An inclusive range of ints, as opposed to a list of choices."""
+    return isinstance(r, tuple) and len(r) == 2 and all(type(x) is int for x in r)
+
+
 def one(rng: Random, source: Any) -> Any:
     """A value: from an inclusive range, from choices, or the only one."""
-    if isinstance(source, tuple) and len(source) == 2 and all(type(x) is int for x in source):
+    if is_range(source):
         return rng.randint(*source)
     return rng.choice(source) if isinstance(source, tuple | list) else source
 
@@ -127,10 +136,6 @@ def draws(spec: OpSpec, case: str, rng: Random, lane: str) -> Iterator[tuple[str
 
 
 def fresh(run: Run) -> None:
-    from hal.conformance._arena import POISONS
-    from hal.conformance._proofs import BOUND, DISPATCHED, Refused, names_nothing
-    from hal.conformance._verdict import Failure
-
     rng = Random(f"{run.seed} {run.case.id} {run.caller.lane}")
     for what, tries in draws(run.spec, run.case.name, rng, run.caller.lane):
         refused = ""
