@@ -201,9 +201,11 @@ KERNELS = """
 import os, time, torch
 def get_last_loc(req_to_token, req_pool_indices, prefix_lens): {last}
 def assign_extend_cache_locs(req_to_token, req_pool_indices, start_offsets, end_offsets, out):
-    from hal.ops import get_spec
-    reference = get_spec("assign_extend_cache_locs").reference
-    return reference(req_to_token, req_pool_indices, start_offsets, end_offsets, out)
+    spans = zip(req_pool_indices.tolist(), start_offsets.tolist(), end_offsets.tolist())
+    found = torch.cat([req_to_token[r, start:end] for r, start, end in spans])
+    out[:len(found)] = found
+    out[len(found):] = -1
+    return out
 """
 TWO_OPS = '{{op: Impl(f"{name}_kernels:{{op}}") for op in ("assign_extend_cache_locs", "get_last_loc")}}'
 

@@ -82,8 +82,8 @@ def ops_on_guarded_tensors(op: str, guard: Any) -> None:
 
 
 def spawn(what: str, front: bool) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    root = Path(__file__).parents[3]
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests/backends'}"}
     code = f"from ascend.test_guard import child; child({what!r}, {front})"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, check=False

@@ -14,7 +14,7 @@ from hal.lowered import toolchain
 
 pytestmark = pytest.mark.anywhere
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TORCH = "class version:\n    cuda = {cuda!r}\n__version__ = '2.13.0'\n{npu}"
 NPU = """class npu:
     is_available = staticmethod(lambda: {available})

@@ -147,9 +147,9 @@ for name, (grid, args, constexprs, out, want) in inputs().items():
 
 
 def test_the_interpreter_passes_them_all() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     env = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
-    env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests/backends'}"}
     ran = subprocess.run(
         [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=env, cwd=root, check=False
     )
