@@ -7,25 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from cpu.cases import judge, make
 
+from hal._remote.target import DirectTarget
+from hal.conformance.execute import execute
 from hal.kv import plan as kvplan
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
+from hal.ops.spec import Sample
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 @pytest.mark.parametrize("sort", [None, "src", "dst"])
-@pytest.mark.parametrize("sample", [s.name for s in get_spec("kv_transfer").samples])
-def test_its_copies_are_the_transfer(sample: str, sort: str | None) -> None:
-    def by_hand(a: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sample", get_spec("kv_transfer").samples, ids=lambda s: s.name)
+def test_its_copies_are_the_transfer(sample: Sample, sort: str | None) -> None:
+    def by_hand(**a: Any) -> None:
         x, y = kvplan.pairs(a["src"], a["dst"], a["src_slots"], a["dst_slots"], sort)
         plan = kvplan.copies(a["src"], a["dst"], x, y, a["layers"])
         for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
             ctypes.memmove(dst, src, size)
 
-    judge("kv_transfer", by_hand, lambda: make("kv_transfer", sample))
+    spec = get_spec("kv_transfer")
+    execute(spec, spec.make(**sample.params), DirectTarget.of("kv_transfer", by_hand))
 
 
 def _pool(

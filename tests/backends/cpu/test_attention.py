@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from cpu.cases import judge, make, ours
+from cpu.cases import judge, ours, params
 from cpu.test_safety import CHILD, _child
 
 from hal.backends.cpu import _attention, _online, _pool
 from hal.ops import get_spec
 
 OPS = ("decode_attention", "extend_attention")
-ATTENTION = f"import cpu.cases\ncpu.cases.OPS = {OPS}\n"
 
 
-@pytest.mark.parametrize(("side", "threads"), [("left", "one"), ("right", "torch's"), ("left", "ours")])
+@pytest.mark.parametrize(("side", "threads"), [("start", "one"), ("end", "torch's"), ("start", "ours")])
 def test_all_samples_between_guard_pages(side: str, threads: str) -> None:
-    done = _child(ATTENTION + CHILD, side, threads)
+    done = _child(CHILD, side, threads, *OPS)
     assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr[-2000:])
     assert done.stdout.endswith("all alive\n")
     assert "decode_attention extreme\n" in done.stdout
@@ -59,14 +58,10 @@ def test_requests_of_either_kind_in_one_batch(dtype: str, most: int, monkeypatch
     fused = _Counts(_attention.fused)
     monkeypatch.setattr(_attention, "fused", fused)
     monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, most))
-    params = {"bs": 6, "longest": 30, "prefix": 20, "dtype": dtype, "spare": 3, "lse": False, "seed": 3}
-    judge(
-        "extend_attention",
-        lambda a: ours("extend_attention")(**a),
-        lambda: get_spec("extend_attention").make(**params),
-    )
+    some = {"bs": 6, "longest": 30, "prefix": 20, "dtype": dtype, "spare": 3, "lse": False, "seed": 3}
+    judge("extend_attention", **some)
     assert (fused.calls > 0) == (most < 10**9)
-    a = get_spec("extend_attention").make(**params)
+    a = get_spec("extend_attention").make(**some)
     new = a["qo_indptr"].diff()
     large = int(((new > 1) & (new * a["kv_indptr"].diff() > most)).sum())
     assert fused.calls == large
@@ -80,5 +75,5 @@ def test_requests_of_either_kind_in_one_batch(dtype: str, most: int, monkeypatch
     ],
 )  # fmt: skip
 def test_who_does_what(sample: str, online: bool) -> None:
-    a = make("decode_attention", sample)
+    a = get_spec("decode_attention").make(**params("decode_attention", sample))
     assert _online.fits(a["q"], a["k_cache"], a["v_cache"], a["logit_cap"]) == online
