@@ -1,4 +1,4 @@
-"""Each op, lowered, on every sample of their contracts, against float64 truth and bit for bit around it."""
+"""Each op, lowered: its samples, its copies between device and host, its traffic."""
 
 from __future__ import annotations
 
@@ -10,45 +10,19 @@ import torch
 
 import hal
 from hal import lowered
+from hal._remote.target import RegistryTarget
 from hal.backends.ascend import hal_backend
+from hal.conformance.execute import Refused, execute
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from hal.ops.kv_transfer import stacked
-from hal.ops.proofs.judge import Want, right_any, same_bits
+from hal.ops.proofs.judge import same_bits
 
 OPS = list(hal_backend().ops)
 SAMPLES = [(op, s) for op in OPS for s in get_spec(op).samples]
 
 
-def judge(op: str, args: dict[str, Any], want: dict[str, Want], before: dict[str, Any], result: Any) -> None:
-    """Every named element right, every other bytewise as it was."""
-    for name, w in want.items():
-        if w.fields:
-            for half, wanted in w.fields.items():
-                out = stacked(getattr(args[name], half))
-                assert bool(right_any(out, wanted).all()), f"{op}: {name}.{half}"
-                assert bool((same_bits(out, before[f"{name}.{half}"]) | wanted.named).all()), (
-                    f"{op}: {name}.{half} outside"
-                )
-            continue
-        out = result if name == "return" else args[name]
-        assert bool(right_any(out, w).all()), f"{op}: {name}"
-        if name != "return":
-            assert bool((same_bits(out, before[name]) | w.named).all()), (
-                f"{op}: {name} outside what the contract names"
-            )
-
-
-def snapshot(args: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for name, value in args.items():
-        if isinstance(value, torch.Tensor):
-            kept[name] = value.clone()
-        elif isinstance(value, KVPool):
-            for half in ("k", "v"):
-                if getattr(value, half) is not None:
-                    kept[f"{name}.{half}"] = stacked(getattr(value, half)).clone()
-    return kept
+def judge(op: str, **params: Any) -> None:
+    execute(get_spec(op), get_spec(op).make(**params), RegistryTarget.of("ascend", "lowered"))
 
 
 def run(op: str, args: dict[str, Any]) -> Any:
@@ -57,52 +31,15 @@ def run(op: str, args: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("op", "sample"), SAMPLES, ids=[f"{op}-{s.name}" for op, s in SAMPLES])
 def test_sample(op: str, sample: Any) -> None:
-    contract = get_spec(op)
-    args = contract.make(seed=3, **sample.params)
-    why = import_module(f"hal.backends.ascend.{op}").supports(contract.sign(args))
-    if why is not None:
-        assert sample.tag != "required", why
-        assert why.split(":")[0] in ("fp8", "head_dim", "device_slots")
-        with pytest.raises(hal.NoBackendError, match=why.split(":")[0]):
-            getattr(hal, op)(**args, backend="ascend")
-        return
-    # What is not tensors of gigabytes is compared whole.
-    before = {} if sample.large else snapshot(args)
-    want = contract.oracle(args)
-    result = run(op, args)
-    if sample.large:
-        # The bytes between far rows are no tensor's, and the tracer has seen that none was touched.
-        before = {n: args[n] for n in want if n != "return" and not want[n].fields}
-        before |= {f"{n}.{h}": stacked(getattr(args[n], h)) for n in want for h in want[n].fields}
-    judge(op, args, want, before, result)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("seed", range(6))
-def test_ragged(op: str, seed: int) -> None:
-    """Shapes drawn from the op's own ranges."""
-    contract = get_spec(op)
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(choices: Any) -> Any:
-        if isinstance(choices, tuple) and len(choices) == 2 and all(type(c) is int for c in choices):
-            return int(torch.randint(choices[0], choices[1] + 1, (), generator=g))
-        return choices[int(torch.randint(0, len(choices), (), generator=g))]
-
-    args = contract.make(seed=seed, **{name: draw(c) for name, c in contract.ragged.items()})
-    before, want = snapshot(args), contract.oracle(args)
-    judge(op, args, want, before, run(op, args))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_by_name_through_hal(op: str) -> None:
-    contract = get_spec(op)
-    args = contract.make(seed=5, **contract.samples[0].params)
-    before, want = snapshot(args), contract.oracle(args)
-    with lowered.recording() as launches:
-        result = getattr(hal, op)(**args, backend="ascend")
-    assert launches, "the kernel did not run"
-    judge(op, args, want, before, result)
+    """The lane's coverage comes from here: the suite's processes are not measured."""
+    refused = ""
+    try:
+        judge(op, seed=3, **sample.params)
+    except Refused as e:
+        refused = str(e)
+    if refused:
+        assert sample.tag != "required", refused
+        assert refused.split(":")[0] in ("fp8", "head_dim", "device_slots")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -149,19 +86,16 @@ def test_between_device_and_host(out: bool, layout: str, order: str, monkeypatch
 
     # A few tokens at a time, so that a transfer is of several pieces and cuts through pages.
     monkeypatch.setattr(_runtime, "STAGING_BYTES", 4096)
-    contract = get_spec("kv_transfer")
     here, there = ("layer_first", layout) if out else (layout, "layer_first")
-    args = contract.make(
-        seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip", method="direct"
-    )
-    before, want = snapshot(args), contract.oracle(args)
     copied = batches(monkeypatch)
     monkeypatch.setattr(_runtime, "host_is_dst", lambda src, dst: out)
     with lowered.recording() as launches:
-        run("kv_transfer", args)
+        judge(
+            "kv_transfer", seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip",
+            method="direct",
+        )  # fmt: skip
     assert launches
     assert copied
-    judge("kv_transfer", args, want, before, None)
 
 
 def pools() -> tuple[KVPool, KVPool]:
