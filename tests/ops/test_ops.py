@@ -18,13 +18,14 @@ from torch import Tensor
 import hal
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
+from hal.ops._key import KEY_NAMES
+from hal.ops._signature import stride_class
 from hal.ops.kv_transfer import stacked
 from hal.ops.proofs.inputs import FLOAT_DTYPES, floats, generator, odd_indices
 from hal.ops.proofs.judge import Candidate, Want, headroom, right, right_any, rounded, same_bits
 from hal.ops.spec import (
     FLOATS,
     INDEX,
-    KEY_NAMES,
     ErrorSample,
     OpSpec,
     PoolArg,
@@ -34,7 +35,6 @@ from hal.ops.spec import (
     TensorArg,
     TensorSig,
     ValueArg,
-    stride_class,
 )
 from hal.registry._dispatch import dispatcher
 
