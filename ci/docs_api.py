@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import Any
 
 from docs_stubs import literal
@@ -26,6 +27,16 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Every public name but the ops, which have pages of their own."""
+OWN_OPS = {
+    "hal.ops.spec": (
+        "OpSpec", "Proof", "Sample", "ErrorSample", "TensorArg", "PoolArg", "ScaleArg", "ValueArg", "Signature",
+        "TensorSig", "PoolSig", "describe",
+    ),
+    "hal.ops.proofs.judge": ("Want", "Candidate"),
+    "hal.ops.proofs.inputs": ("generator", "randint", "floats", "odd_indices", "row_view"),
+    "hal.ops.proofs.fresh": ("Fresh", "Wide", "room_for", "table_fresh"),
+}  # fmt: skip
+"""What a plugin's author writes an op with."""
 BELOW = {"explain": (Explanation, Verdict)}
 """Classes that a function returns and the page tells of right after it."""
 BEGIN, END = "<!-- environment: written by ci/docs -->\n", "<!-- /environment -->"
@@ -54,16 +65,25 @@ def page() -> str:
                 parts.append(table(["layout", "shape: L layers, S slots, P pages"], rows))
             for below in BELOW.get(name, ()):
                 parts += entry(f"hal.registry.{below.__name__}", below, 4)
+    parts.append(
+        "## An op of a plugin's own\n\nWhat such an op is declared and proven with; "
+        "[an example](writing-a-backend.md#8-an-op-of-your-own)."
+    )
+    for module, names in OWN_OPS.items():
+        parts.append(f"### `{module}`")
+        for name in names:
+            parts += entry(name, getattr(import_module(module), name), 4, methods=False)
     return "\n\n".join(p.strip() for p in parts if p.strip()) + "\n"
 
 
-def entry(title: str, thing: Any, level: int) -> list[str]:
+def entry(title: str, thing: Any, level: int, methods: bool = True) -> list[str]:
     """A heading, the signature, the docstring by its sections; of a class its public methods too."""
     told = sections(thing.__doc__)
     parts = [f"{'#' * level} `{title}`"]
     error = inspect.isclass(thing) and issubclass(thing, Exception)
-    if not error and is_dataclass(thing):  # nobody makes one: its fields are what counts
-        parts.append("```python\n" + "\n".join(f"{f.name}: {f.type}" for f in fields(thing)) + "\n```")
+    if not error and is_dataclass(thing):
+        if fields(thing):
+            parts.append("```python\n" + "\n".join(f"{f.name}: {f.type}" for f in fields(thing)) + "\n```")
     elif not error and callable(thing):
         parts.append(f"```python\n{signature(title, thing)}\n```")
     parts.append(markdown(told[""]))
@@ -74,7 +94,7 @@ def entry(title: str, thing: Any, level: int) -> list[str]:
         parts.append(f"**Returns** {markdown(told['Returns'])}")
     if told.get("Example"):
         parts.append(f"```python\n{told['Example'].strip()}\n```")
-    if inspect.isclass(thing) and not error:
+    if methods and inspect.isclass(thing) and not error:
         parts += [p for n, m in vars(thing).items() if not n.startswith("_") for p in member(title, n, m)]
     return parts
 

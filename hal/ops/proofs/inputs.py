@@ -18,6 +18,7 @@ FAR = 2**29 + 64
 
 
 def generator(seed: int) -> torch.Generator:
+    """A generator of the CPU, seeded."""
     return torch.Generator().manual_seed(seed)
 
 
