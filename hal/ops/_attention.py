@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal._memory import finite, shown
-from hal.ops._checks import check_range
-from hal.ops._torch import in_range
+from hal.ops._checks import check_cache, check_range
+from hal.ops._torch import in_range, slots_of
 from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, ScaleArg, TensorArg, ValueArg, describe
 
 STATIC = frozenset({"q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size"})
@@ -66,12 +66,8 @@ def check(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         raise bad("q", f"heads in a multiple of k_cache's {dims['kv_heads']}", f"{dims['q_heads']} heads")
     if not dims["head_dim"] or not dims["v_head_dim"]:
         raise bad("q" if not dims["head_dim"] else "v_cache", "heads of at least one element", describe(q))
-    for x, cache in (("k", k_cache), ("v", v_cache)):
-        if cache.dtype not in (q.dtype, *FP8):
-            raise bad(f"{x}_cache", f"{SHORT[q.dtype]} (q's dtype) or an fp8 dtype", describe(cache))
-        scale = a[f"{x}_scale"]
-        if scale is not None and cache.dtype not in FP8:
-            raise bad(f"{x}_scale", f"None, since {x}_cache is not fp8", str(scale))
+    for x in ("k", "v"):
+        check_cache(op, a, f"{x}_cache", "q", f"{x}_scale", may_be_zero=True)
     if v_cache.dtype != k_cache.dtype:
         raise bad("v_cache", f"{SHORT[k_cache.dtype]}, k_cache's dtype", describe(v_cache))
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
@@ -100,10 +96,6 @@ def check_values(op: str, a: Mapping[str, Any], indptrs: Mapping[str, int]) -> N
         if down.numel():
             raise ArgumentError(op, name, "ascending values", f"a smaller one at index {int(down[0, 0]) + 1}")
     check_range(op, "kv_indices", a["kv_indices"], -1, slots_of(a["k_cache"]) - 1)
-
-
-def slots_of(cache: Tensor) -> int:
-    return cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
 
 
 # --- the reference ----------------------------------------------------------------------------------

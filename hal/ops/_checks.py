@@ -11,7 +11,18 @@ from torch import Tensor
 from hal import _memory
 from hal._errors import ArgumentError
 from hal.kv.pool import KVPool
-from hal.ops._arguments import ROWS, SHORT, Arg, PoolArg, ScaleArg, TensorArg, ValueArg, describe, dims_of
+from hal.ops._arguments import (
+    FP8,
+    ROWS,
+    SHORT,
+    Arg,
+    PoolArg,
+    ScaleArg,
+    TensorArg,
+    ValueArg,
+    describe,
+    dims_of,
+)
 from hal.ops._signature import is_scale, place_name, stride_class, tensors_of
 
 if TYPE_CHECKING:
@@ -151,3 +162,17 @@ def check_range(op: str, name: str, index: Tensor, low: int, high: int) -> None:
     if bad.numel():
         i = int(bad[0, 0])
         raise ArgumentError(op, name, f"values in [{low}, {high}]", f"{int(index[i])} at index {i}")
+
+
+def check_cache(
+    op: str, a: Mapping[str, Any], cache: str, like: str, scale: str, may_be_zero: bool = False
+) -> None:
+    """The rules on a cache and its scale, by the arguments' names: fp8, or the dtype of `like` and no scale."""
+    source, found, by = a[like], a[cache], a[scale]
+    if found is not None and found.dtype not in (source.dtype, *FP8):
+        expected = f"{SHORT[source.dtype]} ({like}'s dtype) or an fp8 dtype"
+        raise ArgumentError(op, cache, expected, describe(found))
+    if by is not None and (found is None or found.dtype not in FP8):
+        raise ArgumentError(op, scale, f"None, since {cache} is not fp8", str(by))
+    if isinstance(by, int | float) and not by and not may_be_zero:
+        raise ArgumentError(op, scale, "a scale that is not 0", str(by))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +82,6 @@ def decode_attention(
     return found.to(q.dtype) if out is None else out.copy_(found)
 
 
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    _attention.check("decode_attention", a, dims)
-
-
 def _check_sizes(
     q: Tensor,
     k_cache: Tensor,
@@ -123,7 +120,7 @@ SPEC = OpSpec(
         **_attention.value_args(),
     },
     returns="out",
-    check=_check,
+    check=partial(_attention.check, "decode_attention"),
     check_sizes=_check_sizes,
     check_values=_check_values,
     proof="hal.ops.proofs.decode_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,10 +100,6 @@ def extend_attention(
     return found if out is None else out.copy_(torch.where(owned.view(-1, 1, 1), found, out))
 
 
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    _attention.check("extend_attention", a, dims)
-
-
 def _check_sizes(
     q: Tensor,
     k_cache: Tensor,
@@ -152,7 +149,7 @@ SPEC = OpSpec(
         },
     },
     returns="out",
-    check=_check,
+    check=partial(_attention.check, "extend_attention"),
     check_sizes=_check_sizes,
     check_values=_check_values,
     proof="hal.ops.proofs.extend_attention",

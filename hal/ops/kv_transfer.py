@@ -11,7 +11,7 @@ from torch import Tensor
 from hal._errors import ArgumentError
 from hal.kv.pool import KVPool
 from hal.ops._checks import check_range
-from hal.ops._torch import in_range, store_rows
+from hal.ops._torch import BITS, in_range, store_rows
 from hal.ops.spec import INDEX, OpSpec, PoolArg, TensorArg, ValueArg, describe
 
 METHODS = ("auto", "kernel", "direct")
@@ -74,7 +74,7 @@ def kv_transfer(
 
 def _gather(half: Tensor, pool: KVPool, slots: Tensor) -> Tensor:
     """``[n, *row]`` of one layer's view."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(half.dtype.itemsize)
+    bits = BITS.get(half.dtype.itemsize)
     view = half if bits is None else half.view(bits)
     paged = pool.layout.startswith("page_") and pool.layout != "page_first"
     rows = view[slots // pool.page_size, slots % pool.page_size] if paged else view[slots]
@@ -141,7 +141,7 @@ def stacked(half: Tensor | tuple[Tensor, ...]) -> Tensor:
     """One half of a pool as one tensor: a list of layers is stacked (a copy)."""
     if not isinstance(half, tuple):
         return half
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[half[0].dtype.itemsize]
+    bits = BITS[half[0].dtype.itemsize]
     return torch.stack([t.view(bits) for t in half]).view(half[0].dtype)
 
 

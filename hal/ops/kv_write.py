@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.ops._checks import check_range
-from hal.ops._torch import in_range, store_rows
-from hal.ops.rope_kv_write import _scaled
+from hal.ops._checks import check_cache, check_range
+from hal.ops._torch import in_range, slots_of, store_rows
+from hal.ops.rope_kv_write import scaled
 from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
-    SHORT,
     OpSpec,
     ScaleArg,
     TensorArg,
@@ -61,16 +60,15 @@ def kv_write(
 
     Source: the contract of vLLM's ``reshape_and_cache_flash``, with every slot defined.
     """
-    size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
-    written = in_range(slots, size)
+    written = in_range(slots, slots_of(k_cache))
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        rows = x if x.dtype == cache.dtype else _scaled(x.float(), scale, cache.dtype)
+        rows = x if x.dtype == cache.dtype else scaled(x.float(), scale, cache.dtype)
         store_rows(cache, slots, written, rows)
 
 
 def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     for x in ("k", "v"):
-        check_cache("kv_write", x, a[x], a[f"{x}_cache"], a[f"{x}_scale"])
+        check_cache("kv_write", a, f"{x}_cache", x, f"{x}_scale")
     if a["k_cache"].shape[:-1] != a["v_cache"].shape[:-1]:
         raise ArgumentError(
             "kv_write",
@@ -80,22 +78,8 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         )
 
 
-def check_cache(op: str, x: str, source: Tensor, cache: Tensor, scale: Any) -> None:
-    """The rules on a cache and its scale: fp8, or the source's dtype and no scale."""
-    if cache.dtype not in (source.dtype, *FP8):
-        raise ArgumentError(
-            op, f"{x}_cache", f"{SHORT[source.dtype]} ({x}'s dtype) or an fp8 dtype", describe(cache)
-        )
-    if scale is not None and cache.dtype not in FP8:
-        raise ArgumentError(op, f"{x}_scale", f"None, since {x}_cache is not fp8", str(scale))
-    if isinstance(scale, int | float) and not scale:
-        raise ArgumentError(op, f"{x}_scale", "a scale that is not 0", str(scale))
-
-
 def _check_values(a: Mapping[str, Any]) -> None:
-    cache = a["k_cache"]
-    size = cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
-    check_range("kv_write", "slots", a["slots"], -1, size - 1)
+    check_range("kv_write", "slots", a["slots"], -1, slots_of(a["k_cache"]) - 1)
 
 
 SPEC = OpSpec(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.ops._checks import check_range
+from hal.ops._checks import check_cache, check_range
 from hal.ops.kv_write import SPEC as KV_WRITE
 from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
-    SHORT,
     OpSpec,
     ScaleArg,
     TensorArg,
@@ -86,21 +86,13 @@ def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     for name in ("kv_lora", "k_rope"):
         if a[name].ndim == 3 and a[name].shape[1] != 1:
             raise ArgumentError(op, name, "one head at most", describe(a[name]))
-    cache, scale = a["kv_cache"], a["kv_scale"]
+    cache = a["kv_cache"]
     if cache.ndim == 4 and cache.shape[2] != 1:
         raise ArgumentError(op, "kv_cache", "one head", describe(cache))
     row = dims["lora_dim"] + dims["rope_dim"]
     if dims["row_dim"] != row:
         raise ArgumentError(op, "kv_cache", f"rows of lora_dim + rope_dim = {row} elements", describe(cache))
-    dtype = a["kv_lora"].dtype
-    if cache.dtype not in (dtype, *FP8):
-        raise ArgumentError(
-            op, "kv_cache", f"{SHORT[dtype]} (kv_lora's dtype) or an fp8 dtype", describe(cache)
-        )
-    if scale is not None and cache.dtype not in FP8:
-        raise ArgumentError(op, "kv_scale", "None, since kv_cache is not fp8", str(scale))
-    if isinstance(scale, int | float) and not scale:
-        raise ArgumentError(op, "kv_scale", "a scale that is not 0", str(scale))
+    check_cache(op, a, "kv_cache", "kv_lora", "kv_scale")
 
 
 def check_slots(op: str, a: Mapping[str, Any]) -> None:
@@ -108,14 +100,6 @@ def check_slots(op: str, a: Mapping[str, Any]) -> None:
     cache = a["kv_cache"]
     size = cache.shape[0] * (cache.shape[1] if cache.ndim > 2 else 1)
     check_range(op, "slots", a["slots"], -1, size - 1)
-
-
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    check_rows("mla_kv_write", a, dims)
-
-
-def _check_values(a: Mapping[str, Any]) -> None:
-    check_slots("mla_kv_write", a)
 
 
 CACHE = TensorArg(
@@ -136,7 +120,7 @@ SPEC = OpSpec(
         "slots": TensorArg("n", INDEX),
         "kv_scale": ScaleArg(),
     },
-    check=_check,
-    check_values=_check_values,
+    check=partial(check_rows, "mla_kv_write"),
+    check_values=partial(check_slots, "mla_kv_write"),
     proof="hal.ops.proofs.mla_kv_write",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal._memory import finite, shown
-from hal.ops._torch import in_range, store_rows
+from hal.ops._torch import in_range, slots_of, store_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.rope_kv_write import _rotate, _scaled, check_call, check_values
+from hal.ops.rope_kv_write import check_call, check_values, rotate, scaled
 from hal.ops.spec import FLOATS, SHORT, OpSpec, TensorArg, ValueArg, describe
 
 
@@ -86,17 +87,16 @@ def qk_norm_rope_kv_write(
     cos, sin = cos_sin_cache[torch.where(valid, positions, 0)].float().unsqueeze(1).chunk(2, dim=-1)
     new = {}
     for name, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
-        y = _normed(x.float(), weight.float(), eps)
-        new[name] = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
+        y = normalize(x.float(), weight.float(), eps)
+        new[name] = torch.cat([rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
     where = valid.view(-1, 1, 1)
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         rows_k, rows_v = new["k"].to(k.dtype), v
         if k_cache.dtype != k.dtype:
-            rows_k = _scaled(new["k"], k_scale, k_cache.dtype)
+            rows_k = scaled(new["k"], k_scale, k_cache.dtype)
         if v_cache.dtype != v.dtype:
-            rows_v = _scaled(v.float(), v_scale, v_cache.dtype)
-        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
-        written = valid & in_range(slots, size)
+            rows_v = scaled(v.float(), v_scale, v_cache.dtype)
+        written = valid & in_range(slots, slots_of(k_cache))
         store_rows(k_cache, slots, written, rows_k)
         store_rows(v_cache, slots, written, rows_v)
     q.copy_(torch.where(where, new["q"].to(q.dtype), q))
@@ -104,7 +104,7 @@ def qk_norm_rope_kv_write(
         k.copy_(torch.where(where, new["k"].to(k.dtype), k))
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim, in x's dtype."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
@@ -125,10 +125,6 @@ def _check_sizes(*values: Any) -> None:
         raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", shown(eps))
 
 
-def _check_values(a: Mapping[str, Any]) -> None:
-    check_values("qk_norm_rope_kv_write", a)
-
-
 SPEC = OpSpec(
     qk_norm_rope_kv_write,
     static=ROPE.static,
@@ -142,7 +138,7 @@ SPEC = OpSpec(
     },
     check=_check,
     check_sizes=_check_sizes,
-    check_values=_check_values,
+    check_values=partial(check_values, "qk_norm_rope_kv_write"),
     proof="hal.ops.proofs.qk_norm_rope_kv_write",
 )
 

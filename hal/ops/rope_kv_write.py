@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.ops._checks import check_range
-from hal.ops._torch import in_range, saturated, store_rows
+from hal.ops._checks import check_cache, check_range
+from hal.ops._torch import in_range, saturated, slots_of, store_rows
 from hal.ops.spec import (
     FLOATS,
     FP8,
@@ -86,22 +87,21 @@ def rope_kv_write(
     valid = in_range(positions, max_positions)
     cos, sin = cos_sin_cache[torch.where(valid, positions, 0)].float().unsqueeze(1).chunk(2, dim=-1)
     where = valid.view(-1, 1, 1)
-    rotated_k = _rotate(k, cos, sin, interleaved)
-    q[..., :rotary] = torch.where(where, _rotate(q, cos, sin, interleaved).to(q.dtype), q[..., :rotary])
+    rotated_k = rotate(k, cos, sin, interleaved)
+    q[..., :rotary] = torch.where(where, rotate(q, cos, sin, interleaved).to(q.dtype), q[..., :rotary])
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         new_k = torch.cat([rotated_k.to(k.dtype), k[..., rotary:]], dim=-1)
         if k_cache.dtype != k.dtype:
-            new_k = _scaled(torch.cat([rotated_k, k[..., rotary:].float()], dim=-1), k_scale, k_cache.dtype)
-        new_v = v if v_cache.dtype == v.dtype else _scaled(v.float(), v_scale, v_cache.dtype)
-        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
-        written = valid & in_range(slots, size)
+            new_k = scaled(torch.cat([rotated_k, k[..., rotary:].float()], dim=-1), k_scale, k_cache.dtype)
+        new_v = v if v_cache.dtype == v.dtype else scaled(v.float(), v_scale, v_cache.dtype)
+        written = valid & in_range(slots, slots_of(k_cache))
         store_rows(k_cache, slots, written, new_k)
         store_rows(v_cache, slots, written, new_v)
     if write_k:
         k[..., :rotary] = torch.where(where, rotated_k.to(k.dtype), k[..., :rotary])
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The first rotary_dim elements of each head, rotated, in cos's dtype."""
     half = cos.shape[-1]
     part = x[..., : 2 * half].to(cos.dtype)
@@ -110,14 +110,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
 
 
-def _scaled(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
     return saturated(
         x if scale is None else x / (scale.view(()) if isinstance(scale, Tensor) else scale), dtype
     )
-
-
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    check_call("rope_kv_write", a, dims)
 
 
 def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -148,13 +144,7 @@ def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     elif a["v"] is None:
         raise bad("v", "a tensor, since v_cache is given", "None")
     for x in ("k", "v"):
-        cache, scale = a[f"{x}_cache"], a[f"{x}_scale"]
-        if cache is not None and cache.dtype not in (a[x].dtype, *FP8):
-            raise bad(f"{x}_cache", f"{SHORT[a[x].dtype]} ({x}'s dtype) or an fp8 dtype", describe(cache))
-        if scale is not None and (cache is None or cache.dtype not in FP8):
-            raise bad(f"{x}_scale", f"None, since {x}_cache is not fp8", str(scale))
-        if isinstance(scale, int | float) and not scale:
-            raise bad(f"{x}_scale", "a scale that is not 0", str(scale))
+        check_cache(op, a, f"{x}_cache", x, f"{x}_scale")
     if given and a["k_cache"].shape[:-1] != a["v_cache"].shape[:-1]:
         raise bad(
             "v_cache",
@@ -163,17 +153,11 @@ def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         )
 
 
-def _check_values(a: Mapping[str, Any]) -> None:
-    check_values("rope_kv_write", a)
-
-
 def check_values(op: str, a: Mapping[str, Any]) -> None:
     """Positions and slots out of range."""
     check_range(op, "positions", a["positions"], 0, a["cos_sin_cache"].shape[0] - 1)
     if a["slots"] is not None:
-        cache = a["k_cache"]
-        size = cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
-        check_range(op, "slots", a["slots"], -1, size - 1)
+        check_range(op, "slots", a["slots"], -1, slots_of(a["k_cache"]) - 1)
 
 
 SPEC = OpSpec(
@@ -206,7 +190,7 @@ SPEC = OpSpec(
         "v_scale": ScaleArg(),
         "write_k": ValueArg((True, False)),
     },
-    check=_check,
-    check_values=_check_values,
+    check=partial(check_call, "rope_kv_write"),
+    check_values=partial(check_values, "rope_kv_write"),
     proof="hal.ops.proofs.rope_kv_write",
 )

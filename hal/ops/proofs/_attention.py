@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._attention import slots_of
-from hal.ops._torch import in_range
+from hal.ops._torch import in_range, slots_of
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
 from hal.ops.proofs.judge import Candidate, Want, attention_slack

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hal import _host
 from hal.kv.pool import KVPool
+from hal.ops._torch import BITS
 from hal.ops.kv_transfer import stacked
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
@@ -49,7 +50,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         if getattr(src, x) is None:
             continue
         source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.dtype.itemsize]
+        bits = BITS[target.dtype.itemsize]
         named = _host.zeros(target.shape, dtype=torch.bool)
         value, candidates = _host.zeros(target.shape, dtype=bits), []
         for turn_pairs in rounds:
@@ -140,7 +141,7 @@ def make_pool(
             st[0 if layout != "layer_first" else 1] = FAR
             if layout == "layer_first":
                 st[0] = st[1] * shape[1]
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        bits = BITS[dtype.itemsize]
         out = _host.empty_strided(shape, tuple(st), dtype=bits)
         return out.copy_(raw.view(bits)).view(dtype)
 

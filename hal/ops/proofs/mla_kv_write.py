@@ -14,7 +14,7 @@ from hal.ops.mla_kv_write import as_kv_write
 from hal.ops.proofs.fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.proofs.rope_kv_write import _nested
+from hal.ops.proofs.rope_kv_write import nested_strides
 from hal.ops.spec import (
     ErrorSample,
     Proof,
@@ -72,7 +72,7 @@ def make_cache(
     if view == "far":
         strides[0] = FAR
     else:
-        strides = _nested(fresh.shape, row + 8)
+        strides = nested_strides(fresh.shape, row + 8)
     return _host.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
 
 

@@ -14,10 +14,10 @@ from hal import _host
 from hal.ops._torch import in_range
 from hal.ops.proofs.inputs import FLOAT_DTYPES, generator
 from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
-from hal.ops.proofs.rope_kv_write import FRESH, _terms, caches_wanted
-from hal.ops.qk_norm_rope_kv_write import SPEC, _normed
+from hal.ops.proofs.rope_kv_write import FRESH, caches_wanted, sum_terms
+from hal.ops.qk_norm_rope_kv_write import SPEC, normalize
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.rope_kv_write import _rotate
+from hal.ops.rope_kv_write import rotate
 from hal.ops.spec import ErrorSample, Proof, Sample
 
 
@@ -31,9 +31,9 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     want: dict[str, Want] = {}
     truth: dict[str, tuple[Tensor, Tensor]] = {}
     for x in ("q", "k"):
-        y = _normed(a[x].double(), a[f"{x}_weight"].double(), eps)
-        value = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
-        terms = torch.cat([_terms(y, cos, sin, interleaved), y[..., rotary:].abs()], dim=-1)
+        y = normalize(a[x].double(), a[f"{x}_weight"].double(), eps)
+        value = torch.cat([rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
+        terms = torch.cat([sum_terms(y, cos, sin, interleaved), y[..., rotary:].abs()], dim=-1)
         truth[x] = value, terms
         named = _host.zeros(value.shape, dtype=torch.bool)
         if x == "q" or a["write_k"]:

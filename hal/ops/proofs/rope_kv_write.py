@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range
+from hal.ops._torch import in_range, slots_of
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
-from hal.ops.rope_kv_write import _rotate
+from hal.ops.rope_kv_write import rotate
 from hal.ops.spec import (
     ErrorSample,
     Proof,
@@ -32,8 +32,8 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     for x in ("q", "k"):
         t = a[x].double()
         value, terms = t.clone(), torch.zeros_like(t)
-        value[..., :rotary] = _rotate(t, cos, sin, interleaved)
-        terms[..., :rotary] = _terms(t, cos, sin, interleaved)
+        value[..., :rotary] = rotate(t, cos, sin, interleaved)
+        terms[..., :rotary] = sum_terms(t, cos, sin, interleaved)
         truth[x] = value, terms
         named = _host.zeros(t.shape, dtype=torch.bool)
         if x == "q" or a["write_k"]:
@@ -61,11 +61,11 @@ def caches_wanted(
             slack = size * (step if x == "k" else ROPE_SLACK)
             rows = rows.clamp(-largest(cache.dtype), largest(cache.dtype))
             slack = torch.where(torch.isfinite(slack), slack, 0.0)
-        want[f"{x}_cache"] = _rows_wanted(cache, a["slots"], valid, rows, slack)
+        want[f"{x}_cache"] = rows_wanted(cache, a["slots"], valid, rows, slack)
     return want
 
 
-def _terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def sum_terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """sum|terms| of each rotated element."""
     half = cos.shape[-1]
     part, c, s = x[..., : 2 * half].abs(), cos.abs(), sin.abs()
@@ -74,10 +74,9 @@ def _terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
 
 
-def _rows_wanted(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
+def rows_wanted(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
     """What a cache must hold after ``cache[slots] = rows``: one candidate for each time a slot comes again."""
-    paged = cache.ndim == 4
-    size = cache.shape[0] * (cache.shape[1] if paged else 1)
+    size = slots_of(cache)
     flat = (size, *cache.shape[-2:])
     named = _host.zeros(flat, dtype=torch.bool)
     rounds: list[tuple[list[int], list[int]]] = []
@@ -198,12 +197,12 @@ def _caches(
         if view == "far":
             strides[0] = FAR
         else:
-            strides = _nested(t.shape, t.shape[-1] + 8)
+            strides = nested_strides(t.shape, t.shape[-1] + 8)
         out.append(_host.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
     return out[0], out[1]
 
 
-def _nested(shape: torch.Size, row: int) -> list[int]:
+def nested_strides(shape: torch.Size, row: int) -> list[int]:
     strides = [1]
     step = row
     for size in reversed(shape[1:-1]):
