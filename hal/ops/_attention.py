@@ -50,9 +50,12 @@ def indices_arg() -> TensorArg:
 
 def value_args() -> dict[str, ValueArg | ScaleArg]:
     return {
-        "scale": ValueArg(), "sliding_window": ValueArg(off=-1), "logit_cap": ValueArg(off=0.0),
-        "k_scale": ScaleArg(), "v_scale": ScaleArg(),
-    }  # fmt: skip
+        "scale": ValueArg(),
+        "sliding_window": ValueArg(off=-1),
+        "logit_cap": ValueArg(off=0.0),
+        "k_scale": ScaleArg(),
+        "v_scale": ScaleArg(),
+    }
 
 
 def check(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:

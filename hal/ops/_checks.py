@@ -34,10 +34,12 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> None:
     dims: dict[str, tuple[int, str]] = {}
     if torch._C._is_tracing():
         raise ArgumentError(
-            spec.name, next(iter(spec.args)),
+            spec.name,
+            next(iter(spec.args)),
             "a call outside of torch.jit.trace, which records nothing of what an op does (hal.torch_ops has ops "
-            "for torch.compile and torch.export)", "a call that is being traced",
-        )  # fmt: skip
+            "for torch.compile and torch.export)",
+            "a call that is being traced",
+        )
     for name, arg in spec.args.items():
         for t in tensors_of(values[name]):
             _check_memory(spec.name, name, t)
@@ -52,9 +54,11 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> None:
                 and v.device.type != device.device
             ):
                 raise ArgumentError(
-                    spec.name, name, f"a tensor on {place_name((device.device, device.index))}, the call's device",
+                    spec.name,
+                    name,
+                    f"a tensor on {place_name((device.device, device.index))}, the call's device",
                     f"one on {v.device}",
-                )  # fmt: skip
+                )
     for d in ROWS:
         size, name = dims.get(d, (1, ""))
         if not size:
@@ -79,9 +83,12 @@ def check_untracked(op: str, name: str, t: Tensor) -> None:
     why = _memory.tracked(t)
     if why is not None:
         raise ArgumentError(
-            op, name, "no gradient to track, since ops have no backward (torch.no_grad(), "
-            "torch.inference_mode(), or detach() it)", why,
-        )  # fmt: skip
+            op,
+            name,
+            "no gradient to track, since ops have no backward (torch.no_grad(), "
+            "torch.inference_mode(), or detach() it)",
+            why,
+        )
 
 
 def _check_one(

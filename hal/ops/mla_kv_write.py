@@ -76,9 +76,14 @@ def as_kv_write(a: Mapping[str, Any]) -> dict[str, Any]:
     """The call as one of `kv_write`: the rope part is k, the latent part v, of one head."""
     v_cache, k_cache = halves(a["kv_cache"], a["kv_lora"].shape[-1])
     return {
-        "k": one_head(a["k_rope"]), "v": one_head(a["kv_lora"]), "k_cache": k_cache, "v_cache": v_cache,
-        "slots": a["slots"], "k_scale": a["kv_scale"], "v_scale": a["kv_scale"],
-    }  # fmt: skip
+        "k": one_head(a["k_rope"]),
+        "v": one_head(a["kv_lora"]),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slots": a["slots"],
+        "k_scale": a["kv_scale"],
+        "v_scale": a["kv_scale"],
+    }
 
 
 def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -103,8 +108,11 @@ def check_slots(op: str, a: Mapping[str, Any]) -> None:
 
 
 CACHE = TensorArg(
-    "slots row_dim | pages page_size row_dim | pages page_size one row_dim", FLOATS + FP8, stride="inner", mutated=True
-)  # fmt: skip
+    "slots row_dim | pages page_size row_dim | pages page_size one row_dim",
+    FLOATS + FP8,
+    stride="inner",
+    mutated=True,
+)
 
 
 STATIC = frozenset({"lora_dim", "rope_dim", "row_dim", "page_size"})

@@ -69,9 +69,11 @@ def write_req_to_token(
 def _check_values(a: Mapping[str, Any]) -> None:
     rows, width = a["req_to_token"].shape
     for name, low, high in (
-        ("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width),
+        ("req_pool_indices", -1, rows - 1),
+        ("start_offsets", 0, width),
+        ("end_offsets", 0, width),
         ("src", -1, LONGEST),
-    ):  # fmt: skip
+    ):
         check_range("write_req_to_token", name, a[name], low, high)
 
 

@@ -193,15 +193,19 @@ def fresh(
 
     return Fresh(
         {
-            "bs": Wide(REQUESTS, {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})}),
+            "bs": Wide(
+                REQUESTS,
+                {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})},
+            ),
             "slots": Wide(SLOTS, {**few, "bs": (4, 8), "longest": (20, 30), "lengths": "full"}, PAGES),
-            "q_heads": Wide([128]), "kv_heads": Wide([64, 128], {"q_heads": 128}),
+            "q_heads": Wide([128]),
+            "kv_heads": Wide([64, 128], {"q_heads": 128}),
             "page_size": Wide([64, 128, 256], {"cache": "paged", "slots": 2048}),
             **{name: Wide(w.sizes, {**few, **w.beside}) for name, w in wide.items()},
         },
         size,
         {"bs": (2, 5), "longest": (3, 20), "slots": slots, "q_heads": [4, 8], "lengths": "ragged"},
-    )  # fmt: skip
+    )
 
 
 def lengths(g: torch.Generator, bs: int, longest: int, kind: str) -> list[int]:
@@ -283,8 +287,10 @@ def make_inputs(
     args["out"] = {"none": None, "given": wide[..., :dv].contiguous(), "strided": wide[..., :dv]}[out]
     args["lse"] = _host.zeros(n, q_heads) if lse else None
     args["k_scale"], args["v_scale"] = {
-        "none": (None, None), "float": (0.37, 2.25), "tensor": (_host.tensor([0.37]), _host.tensor([2.25])),
-    }[scales]  # fmt: skip
+        "none": (None, None),
+        "float": (0.37, 2.25),
+        "tensor": (_host.tensor([0.37]), _host.tensor([2.25])),
+    }[scales]
     return args | {"scale": head_dim**-0.5, "sliding_window": sliding_window, "logit_cap": logit_cap}
 
 

@@ -54,11 +54,12 @@ def make(
     seq = odd_indices(tokens + 1, longest, values, INDEX_DTYPES[lens])
     needed = sum(1 <= s <= LONGEST and (s - 1) % page_size == 0 for s in seq.tolist())
     return {
-        "seq_lens": seq, "last_loc": open_slots(g, tokens, page_size, INDEX_DTYPES[last], values),
+        "seq_lens": seq,
+        "last_loc": open_slots(g, tokens, page_size, INDEX_DTYPES[last], values),
         "free_pages": free_list(g, max(0, needed + spare), values, INDEX_DTYPES[free], page_size),
         "page_size": page_size,
         "out": randint(g, 0, 2**31 - 1, (bs,)).to(INDEX_DTYPES[out]),
-    }  # fmt: skip
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

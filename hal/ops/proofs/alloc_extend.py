@@ -94,12 +94,13 @@ def make(
     tokens = sum(min(s - p, longest) for p, s in spans)
     needed = sum(min(-(-s // page_size) - -(-p // page_size), longest) for p, s in spans)
     return {
-        "prefix_lens": first, "seq_lens": seq,
+        "prefix_lens": first,
+        "seq_lens": seq,
         "last_loc": open_slots(g, first, page_size, INDEX_DTYPES[last], values),
         "free_pages": free_list(g, max(0, needed + spare), values, INDEX_DTYPES[free], page_size),
         "page_size": page_size,
         "out": randint(g, 0, 2**31 - 1, (max(0, tokens + slack),)).to(INDEX_DTYPES[out]),
-    }  # fmt: skip
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

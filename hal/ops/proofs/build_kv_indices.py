@@ -37,8 +37,10 @@ def listing(values: list[int], lens: list[int], a: Mapping[str, Any]) -> dict[st
     sums = _host.tensor([min(x, out.shape[0]) for x in accumulate(lens, initial=0)], dtype=indptr.dtype)
     listed = Want(named, (Candidate(value),))
     return {
-        "kv_indptr": Want(torch.ones_like(sums, dtype=torch.bool), (Candidate(sums),)), "out": listed, "return": listed,
-    }  # fmt: skip
+        "kv_indptr": Want(torch.ones_like(sums, dtype=torch.bool), (Candidate(sums),)),
+        "out": listed,
+        "return": listed,
+    }
 
 
 def make(

@@ -78,10 +78,11 @@ def make(
     total = sum(min(s - p, longest) for p, s in map(extent, first.tolist(), seq.tolist()))
     capacity = max(0, total + slack)
     return {
-        "prefix_lens": first, "seq_lens": seq,
+        "prefix_lens": first,
+        "seq_lens": seq,
         "out": randint(g, 0, 2**31 - 1, (capacity,)).to(INDEX_DTYPES[out]),
         "indptr": None if indptr is None else randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
-    }  # fmt: skip
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

@@ -71,11 +71,12 @@ def make(
         "pool": pool,
         "src_slots": odd_indices(source, slots, "valid" if values == "equal" else values, index),
         # One place on: an odd slot must meet a valid one, or either alone decides.
-        "dst_slots": odd_indices(target, slots, "valid" if values == "skip" else values, index)
-                     .roll(1 if values in ("edge", "extreme") else 0),
+        "dst_slots": odd_indices(target, slots, "valid" if values == "skip" else values, index).roll(
+            1 if values in ("edge", "extreme") else 0
+        ),
         "workspace": _host.randint(0, 256, (size,), dtype=torch.uint8, generator=g),
         "layers": None if layers is None else range(*layers),
-    }  # fmt: skip
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

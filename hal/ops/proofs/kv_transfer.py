@@ -100,13 +100,15 @@ def make(
     )
     b = make_pool(g, dst, dst_slots, dst_page, num_layers, row, v_row, kind, view)
     return {
-        "src": a, "dst": b,
+        "src": a,
+        "dst": b,
         "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
-        "dst_slots": _slots(g, n, dst_slots, dst_page, order, "valid" if values == "skip"
-                            else values, INDEX_DTYPES[slot]).roll(1 if values in ("edge", "extreme") else 0),
+        "dst_slots": _slots(
+            g, n, dst_slots, dst_page, order, "valid" if values == "skip" else values, INDEX_DTYPES[slot]
+        ).roll(1 if values in ("edge", "extreme") else 0),
         "layers": None if layers is None else range(*layers),
         "method": method,
-    }  # fmt: skip
+    }
 
 
 def _slots(
@@ -123,9 +125,16 @@ def _slots(
 
 
 def make_pool(
-    g: torch.Generator, layout: str, slots: int, page: int, n: int, row: tuple[int, ...], v_row: tuple[int, ...] | None,
-    dtype: torch.dtype, view: str,
-) -> KVPool:  # fmt: skip
+    g: torch.Generator,
+    layout: str,
+    slots: int,
+    page: int,
+    n: int,
+    row: tuple[int, ...],
+    v_row: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    view: str,
+) -> KVPool:
     def fresh(shape: tuple[int, ...]) -> Tensor:
         raw = _host.randint(
             0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g

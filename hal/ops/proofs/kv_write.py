@@ -52,10 +52,25 @@ _BF16 = torch.bfloat16
 _DTYPES = ("fp16", "bf16", "fp32")
 
 
-_TAKEN = frozenset({
-    "n", "kv_heads", "head_dim", "v_head_dim", "dtype", "slot", "cache", "slots", "page_size", "cache_dtype",
-    "cache_view", "qkv", "scale", "values", "specials",
-})  # fmt: skip
+_TAKEN = frozenset(
+    {
+        "n",
+        "kv_heads",
+        "head_dim",
+        "v_head_dim",
+        "dtype",
+        "slot",
+        "cache",
+        "slots",
+        "page_size",
+        "cache_dtype",
+        "cache_view",
+        "qkv",
+        "scale",
+        "values",
+        "specials",
+    }
+)
 
 
 PROOF = Proof(

@@ -107,10 +107,12 @@ def make(
     g, kind = generator(seed), FLOAT_DTYPES[cache_dtype or dtype]
     kv_lora, k_rope = make_rows(g, n, lora_dim, rope_dim, FLOAT_DTYPES[dtype], rows, specials)
     return {
-        "kv_lora": kv_lora, "k_rope": k_rope,
+        "kv_lora": kv_lora,
+        "k_rope": k_rope,
         "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
-        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]), "kv_scale": make_scale(scale),
-    }  # fmt: skip
+        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]),
+        "kv_scale": make_scale(scale),
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

@@ -38,9 +38,10 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         type(c)(c.value.view(shape), None if c.slack is None else c.slack.view(shape)) for c in k.candidates
     )
     return {
-        "q_rope": want["q"], "k_rope": Want(k.named.view(shape), flat),
+        "q_rope": want["q"],
+        "k_rope": Want(k.named.view(shape), flat),
         "kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"]),
-    }  # fmt: skip
+    }
 
 
 def make(
@@ -77,13 +78,18 @@ def make(
     at = randint(g, 0, max_positions, (n,))
     kind = FLOAT_DTYPES[cache_dtype or dtype]
     return {
-        "q_rope": q, "k_rope": k_rope, "kv_lora": kv_lora, "cos_sin_cache": cos_sin,
+        "q_rope": q,
+        "k_rope": k_rope,
+        "kv_lora": kv_lora,
+        "cos_sin_cache": cos_sin,
         "positions": odd_indices(at, max_positions, position_values, INDEX_DTYPES[position]),
         "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
         # One place on: an odd slot must meet a valid position, or the position alone decides.
         "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]).roll(1),
-        "interleaved": interleaved, "kv_scale": make_scale(scale), "write_k": write_k,
-    }  # fmt: skip
+        "interleaved": interleaved,
+        "kv_scale": make_scale(scale),
+        "write_k": write_k,
+    }
 
 
 def _small(**change: Any) -> dict[str, Any]:

@@ -142,11 +142,21 @@ def make(
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(FLOAT_DTYPES[cos_dtype])
     positions = randint(g, 0, max_positions, (n,))
     args: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "cos_sin_cache": cos_sin,
-        "positions": odd_indices(positions, max_positions, position_values or "valid", INDEX_DTYPES[position]),
-        "k_cache": None, "v_cache": None, "slots": None,
-        "interleaved": interleaved, "k_scale": None, "v_scale": None, "write_k": write_k,
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos_sin_cache": cos_sin,
+        "positions": odd_indices(
+            positions, max_positions, position_values or "valid", INDEX_DTYPES[position]
+        ),
+        "k_cache": None,
+        "v_cache": None,
+        "slots": None,
+        "interleaved": interleaved,
+        "k_scale": None,
+        "v_scale": None,
+        "write_k": write_k,
+    }
     if cache == "none":
         return args
     kind = FLOAT_DTYPES[cache_dtype or dtype]
