@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import Any
 
 from docs_stubs import literal
-from docs_text import ROOT, described, markdown, sections, table
+from docs_text import ROOT, item_list, markdown, sections, table
 
 import hal
 from hal import _env
 from hal.kv.pool import LAYOUTS
-from hal.ops import BUILTIN
+from hal.ops import BUILTIN, spec
 from hal.registry._select import Explanation, Verdict
 
 GROUPS = {
@@ -44,7 +44,7 @@ DEFAULTS = {"HAL_BACKEND": "`auto`", "HAL_PLUGINS": "all", "HAL_ENGINES": "none"
 DEFAULTS["HAL_CACHE_DIR"] = "`$XDG_CACHE_HOME/hal-kernels`, or `~/.cache/hal-kernels`"
 
 
-def written() -> dict[str, str]:
+def files() -> dict[str, str]:
     """Path -> text."""
     return {"docs/api.md": page(), "docs/environment.md": environment()}
 
@@ -78,7 +78,7 @@ def page() -> str:
 
 def entry(title: str, thing: Any, level: int, methods: bool = True) -> list[str]:
     """A heading, the signature, the docstring by its sections; of a class its public methods too."""
-    told = sections(thing.__doc__)
+    doc = sections(thing.__doc__)
     parts = [f"{'#' * level} `{title}`"]
     error = inspect.isclass(thing) and issubclass(thing, Exception)
     if not error and is_dataclass(thing):
@@ -86,14 +86,14 @@ def entry(title: str, thing: Any, level: int, methods: bool = True) -> list[str]
             parts.append("```python\n" + "\n".join(f"{f.name}: {f.type}" for f in fields(thing)) + "\n```")
     elif not error and callable(thing):
         parts.append(f"```python\n{signature(title, thing)}\n```")
-    parts.append(markdown(told[""]))
+    parts.append(markdown(doc[""]))
     for name in ("Args", "Attributes", "Raises"):
-        if told.get(name):
-            parts += [f"**{name}**", described(told[name])]
-    if told.get("Returns"):
-        parts.append(f"**Returns** {markdown(told['Returns'])}")
-    if told.get("Example"):
-        parts.append(f"```python\n{told['Example'].strip()}\n```")
+        if doc.get(name):
+            parts += [f"**{name}**", item_list(doc[name])]
+    if doc.get("Returns"):
+        parts.append(f"**Returns** {markdown(doc['Returns'])}")
+    if doc.get("Example"):
+        parts.append(f"```python\n{doc['Example'].strip()}\n```")
     if methods and inspect.isclass(thing) and not error:
         parts += [p for n, m in vars(thing).items() if not n.startswith("_") for p in member(title, n, m)]
     return parts
@@ -107,11 +107,11 @@ def member(title: str, name: str, found: Any) -> list[str]:
     method = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     if not inspect.isfunction(method) or not method.__doc__:
         return []
-    told = sections(method.__doc__)
-    parts = [f"```python\n{signature(shown, method)}\n```", markdown(told[""])]
+    doc = sections(method.__doc__)
+    parts = [f"```python\n{signature(shown, method)}\n```", markdown(doc[""])]
     for section in ("Args", "Raises"):
-        if told.get(section):
-            parts += [f"**{section}**", described(told[section])]
+        if doc.get(section):
+            parts += [f"**{section}**", item_list(doc[section])]
     return parts
 
 
@@ -151,4 +151,5 @@ def default(name: str) -> str:
 def missing() -> set[str]:
     """Public names that the page does not tell of."""
     shown = {n for names in GROUPS.values() for n in names}
-    return {*hal.__all__} - {*BUILTIN} - {"__version__"} - shown
+    own = {n for n in spec.__all__ if callable(getattr(spec, n))} - {*OWN_OPS["hal.ops.spec"]}
+    return ({*hal.__all__} - {*BUILTIN} - {"__version__"} - shown) | own
