@@ -17,7 +17,7 @@ from typing import Any
 
 import docs_api
 import docs_stubs
-from docs_text import ROOT, described, markdown, sections, table
+from docs_text import ROOT, item_list, markdown, sections, table
 
 from hal._errors import ArgumentError
 from hal._torch_ops import forms
@@ -66,12 +66,12 @@ def timings() -> list[tuple[str, str, list[dict[str, Any]]]]:
             continue
         about = run.get("machine", run)
         versions = about.get("versions", {n: about.get(n) for n in ("torch", "triton")})
-        told = [
+        machine = [
             about.get("device") if about.get("device") != "cpu" else about.get("cpu"),
             *(f"{n} {v}" for n, v in versions.items() if v),
             str(about.get("date", ""))[:10],
         ]
-        found.append((path.relative_to(ROOT).as_posix(), ", ".join(filter(None, told)), run["rows"]))
+        found.append((path.relative_to(ROOT).as_posix(), ", ".join(filter(None, machine)), run["rows"]))
     return found
 
 
@@ -80,15 +80,15 @@ def timings() -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 def page(op: str) -> str:
     s = get_spec(op)
-    told = sections(s.doc)
+    doc = sections(s.doc)
     parts = [
         f"# {op}\n\n<!-- Written by ci/docs from the contract, the manifests and the results: edit those. -->",
         f"```python\nhal.{signature(s)}\n```",
-        markdown(told[""]),
+        markdown(doc[""]),
         "## Arguments\n\n" + arguments(s),
-        described(told["Args"]),
-        *(f"**{name}.** {markdown(told[name])}" for name in ("Returns", "Source") if told.get(name)),
-        f"```python\n{told['Example'].strip()}\n```",
+        item_list(doc["Args"]),
+        *(f"**{name}.** {markdown(doc[name])}" for name in ("Returns", "Source") if doc.get(name)),
+        f"```python\n{doc['Example'].strip()}\n```",
         "## Errors\n\nEach raises `hal.ArgumentError` with nothing written; conformance tries every one.\n\n"
         + errors(s),
         "## Who has it\n\n" + implementations(s),
@@ -177,14 +177,14 @@ def yes(flag: bool) -> str:
 def proofs(s: OpSpec) -> str:
     """What the conformance reports say of the op: verdicts, features, headroom."""
     required = [x for x in s.samples if x.tag == "required"]
-    told = [
+    parts = [
         f"## Proof\n\nThe contract has {len(required)} required samples, "
         + (f"{len(s.samples) - len(required)} of features, " if s.features else "")
         + f"and {len(s.errors)} that must be refused; conformance puts each through every proof that applies."
     ]
     mine = [(path, r) for path, r in reports() if s.name in r["suite"]["ops"]]
     if not mine:
-        return told[0] + "\n\nNo conformance report of it is committed yet."
+        return parts[0] + "\n\nNo conformance report of it is committed yet."
     rows, room = [], []
     for path, r in mine:
         cases = [c for c in r["cases"] if c["op"] == s.name]
@@ -199,26 +199,26 @@ def proofs(s: OpSpec) -> str:
             for dtype, value in c["headroom"].items():
                 most[dtype] = max(most.get(dtype, 0.0), value)
         room.append((title, most))
-    told.append(table(["backend, lane", "device", "date", "cases", "backend", "from"], rows))
+    parts.append(table(["backend, lane", "device", "date", "cases", "backend", "from"], rows))
     if s.features:
         columns = [r["verdict"]["features"].get(s.name, {}) for _, r in mine]
         body = [[f"`{f}`", *(c.get(f, "") for c in columns)] for f in s.features]
-        told.append(
+        parts.append(
             "Features, which a backend may refuse:\n\n" + table(["feature", *(r[0] for r in rows)], body)
         )
     if any(m for _, m in room):
         dtypes = sorted({d for _, m in room for d in m})
         body = [[t, *(f"{m[d]:.4f}" if d in m else "" for d in dtypes)] for t, m in room if m]
-        told.append(
+        parts.append(
             "Headroom, the largest error in units of the bound (correct rounding alone comes close to 1):\n\n"
             + table(["backend, lane", *dtypes], body)
         )
-    return "\n\n".join(told)
+    return "\n\n".join(parts)
 
 
 def speed(s: OpSpec) -> str:
     """Every committed timing of the op, as it was measured."""
-    told = []
+    parts = []
     for path, machine, rows in timings():
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in rows:
@@ -244,11 +244,11 @@ def speed(s: OpSpec) -> str:
                 ]
                 for row in several
             ]
-            told.append(
+            parts.append(
                 f"{unit} ([{path}](../../{path}){': ' + machine if machine else ''}):\n\n"
                 + table([*fields, *impls], body)
             )
-    return "## Speed\n\n" + ("\n\n".join(told) if told else "No timing of it is committed yet.")
+    return "## Speed\n\n" + ("\n\n".join(parts) if parts else "No timing of it is committed yet.")
 
 
 # --- the tables of all ops --------------------------------------------------------------------------
@@ -305,21 +305,21 @@ def readme() -> str:
     return f"{head}{BEGIN}{matrix('docs/ops/')}\n{END}{tail}"
 
 
-def written() -> dict[str, str]:
+def files() -> dict[str, str]:
     """Path -> text of everything that is generated."""
     pages = {f"docs/ops/{op}.md": page(op) for op in BUILTIN}
     return {
         **pages,
         "docs/ops/README.md": index(),
         "README.md": readme(),
-        **docs_stubs.written(),
-        **docs_api.written(),
+        **docs_stubs.files(),
+        **docs_api.files(),
     }
 
 
-def drifted() -> list[str]:
+def find_drift() -> list[str]:
     """The generated files that are not what they should be, and pages of no op."""
-    expected = written()
+    expected = files()
     differ = [
         p for p, text in expected.items() if not (ROOT / p).exists() or (ROOT / p).read_text("utf-8") != text
     ]
@@ -329,13 +329,13 @@ def drifted() -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     if "--check" in arguments:
-        for path in drifted():
+        for path in find_drift():
             print(f"{path}: not what ci/docs writes", file=sys.stderr)
-        return int(bool(drifted()))
-    for path, text in written().items():
+        return int(bool(find_drift()))
+    for path, text in files().items():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(text, encoding="utf-8")
-    for path in drifted():
+    for path in find_drift():
         (ROOT / path).unlink()
     return 0
 

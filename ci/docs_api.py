@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import Any
 
 from docs_stubs import literal
-from docs_text import ROOT, described, markdown, sections, table
+from docs_text import ROOT, item_list, markdown, sections, table
 
 import hal
 from hal import _env
 from hal.kv.pool import LAYOUTS
-from hal.ops import BUILTIN
+from hal.ops import BUILTIN, spec
 from hal.registry._select import Explanation, Verdict
 
 GROUPS = {
@@ -26,6 +27,16 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Every public name but the ops, which have pages of their own."""
+OWN_OPS = {
+    "hal.ops.spec": (
+        "OpSpec", "Proof", "Sample", "ErrorSample", "TensorArg", "PoolArg", "ScaleArg", "ValueArg", "Signature",
+        "TensorSig", "PoolSig", "describe",
+    ),
+    "hal.ops.proofs.judge": ("Want", "Candidate"),
+    "hal.ops.proofs.inputs": ("generator", "randint", "floats", "odd_indices", "row_view"),
+    "hal.ops.proofs.fresh": ("Fresh", "Wide", "room_for", "table_fresh"),
+}  # fmt: skip
+"""What a plugin's author writes an op with."""
 BELOW = {"explain": (Explanation, Verdict)}
 """Classes that a function returns and the page tells of right after it."""
 BEGIN, END = "<!-- environment: written by ci/docs -->\n", "<!-- /environment -->"
@@ -33,7 +44,7 @@ DEFAULTS = {"HAL_BACKEND": "`auto`", "HAL_PLUGINS": "all", "HAL_ENGINES": "none"
 DEFAULTS["HAL_CACHE_DIR"] = "`$XDG_CACHE_HOME/hal-kernels`, or `~/.cache/hal-kernels`"
 
 
-def written() -> dict[str, str]:
+def files() -> dict[str, str]:
     """Path -> text."""
     return {"docs/api.md": page(), "docs/environment.md": environment()}
 
@@ -54,27 +65,36 @@ def page() -> str:
                 parts.append(table(["layout", "shape: L layers, S slots, P pages"], rows))
             for below in BELOW.get(name, ()):
                 parts += entry(f"hal.registry.{below.__name__}", below, 4)
+    parts.append(
+        "## An op of a plugin's own\n\nWhat such an op is declared and proven with; "
+        "[an example](writing-a-backend.md#8-an-op-of-your-own)."
+    )
+    for module, names in OWN_OPS.items():
+        parts.append(f"### `{module}`")
+        for name in names:
+            parts += entry(name, getattr(import_module(module), name), 4, methods=False)
     return "\n\n".join(p.strip() for p in parts if p.strip()) + "\n"
 
 
-def entry(title: str, thing: Any, level: int) -> list[str]:
+def entry(title: str, thing: Any, level: int, methods: bool = True) -> list[str]:
     """A heading, the signature, the docstring by its sections; of a class its public methods too."""
-    told = sections(thing.__doc__)
+    doc = sections(thing.__doc__)
     parts = [f"{'#' * level} `{title}`"]
     error = inspect.isclass(thing) and issubclass(thing, Exception)
-    if not error and is_dataclass(thing):  # nobody makes one: its fields are what counts
-        parts.append("```python\n" + "\n".join(f"{f.name}: {f.type}" for f in fields(thing)) + "\n```")
+    if not error and is_dataclass(thing):
+        if fields(thing):
+            parts.append("```python\n" + "\n".join(f"{f.name}: {f.type}" for f in fields(thing)) + "\n```")
     elif not error and callable(thing):
         parts.append(f"```python\n{signature(title, thing)}\n```")
-    parts.append(markdown(told[""]))
+    parts.append(markdown(doc[""]))
     for name in ("Args", "Attributes", "Raises"):
-        if told.get(name):
-            parts += [f"**{name}**", described(told[name])]
-    if told.get("Returns"):
-        parts.append(f"**Returns** {markdown(told['Returns'])}")
-    if told.get("Example"):
-        parts.append(f"```python\n{told['Example'].strip()}\n```")
-    if inspect.isclass(thing) and not error:
+        if doc.get(name):
+            parts += [f"**{name}**", item_list(doc[name])]
+    if doc.get("Returns"):
+        parts.append(f"**Returns** {markdown(doc['Returns'])}")
+    if doc.get("Example"):
+        parts.append(f"```python\n{doc['Example'].strip()}\n```")
+    if methods and inspect.isclass(thing) and not error:
         parts += [p for n, m in vars(thing).items() if not n.startswith("_") for p in member(title, n, m)]
     return parts
 
@@ -87,11 +107,11 @@ def member(title: str, name: str, found: Any) -> list[str]:
     method = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     if not inspect.isfunction(method) or not method.__doc__:
         return []
-    told = sections(method.__doc__)
-    parts = [f"```python\n{signature(shown, method)}\n```", markdown(told[""])]
+    doc = sections(method.__doc__)
+    parts = [f"```python\n{signature(shown, method)}\n```", markdown(doc[""])]
     for section in ("Args", "Raises"):
-        if told.get(section):
-            parts += [f"**{section}**", described(told[section])]
+        if doc.get(section):
+            parts += [f"**{section}**", item_list(doc[section])]
     return parts
 
 
@@ -131,4 +151,5 @@ def default(name: str) -> str:
 def missing() -> set[str]:
     """Public names that the page does not tell of."""
     shown = {n for names in GROUPS.values() for n in names}
-    return {*hal.__all__} - {*BUILTIN} - {"__version__"} - shown
+    own = {n for n in spec.__all__ if callable(getattr(spec, n))} - {*OWN_OPS["hal.ops.spec"]}
+    return ({*hal.__all__} - {*BUILTIN} - {"__version__"} - shown) | own

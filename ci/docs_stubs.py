@@ -26,7 +26,7 @@ Written by ci/docs from the contracts.
 '''
 
 
-def written() -> dict[str, str]:
+def files() -> dict[str, str]:
     """Path -> text."""
     dispatched = "".join(function(op, ["backend: str | None = None"]) for op in BUILTIN)
     same = "".join(f"    {op} = staticmethod({op})\n" for op in BUILTIN)
@@ -52,7 +52,7 @@ def function(op: str, more: list[str], method: bool = False) -> str:
         parts.append(f"{p.name}: {p.annotation}{default}")
     if more:
         parts += ["*", *more] if "*" not in parts else more
-    text = _laid_out(f"def {op}(", parts, f") -> {s.return_annotation}: ...", WIDTH - 4 * method)
+    text = _lay_out(f"def {op}(", parts, f") -> {s.return_annotation}: ...", WIDTH - 4 * method)
     return textwrap.indent(text, "    " * method)
 
 
@@ -63,7 +63,7 @@ def literal(value: object) -> str:
     return text.replace("e-0", "e-") if isinstance(value, float) else text
 
 
-def _laid_out(begin: str, parts: list[str], end: str, width: int) -> str:
+def _lay_out(begin: str, parts: list[str], end: str, width: int) -> str:
     joined = ", ".join(parts)
     if len(begin + joined + end) <= width:
         return f"{begin}{joined}{end}\n"

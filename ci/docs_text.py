@@ -31,7 +31,7 @@ def markdown(text: str) -> str:
     return text.replace("``", "`")
 
 
-def described(args: str) -> str:
+def item_list(args: str) -> str:
     """The arguments' descriptions as a list."""
     items: list[str] = []
     for line in args.splitlines():

@@ -71,6 +71,14 @@ def test_listing_ops_imports_no_contract() -> None:
     assert not top(got) & HEAVY
 
 
+def test_a_call_imports_no_proof() -> None:
+    """An engine that calls an op needs neither its truth nor its samples."""
+    code = "zero = torch.zeros(3).long(); hal.get_last_loc(torch.zeros(4, 8).int(), zero, zero, backend='reference')"
+    got = modules(f"import torch, hal; {code}; hal.bind('cpu', backend='reference').kv_move")
+    assert "hal.ops.kv_move" in got
+    assert not {n for n in got if n.startswith("hal.ops.proofs")}
+
+
 def test_info_imports_no_kernel() -> None:
     """Kernels are imported when bound, not when listed."""
     got = modules("import hal; hal.info()")

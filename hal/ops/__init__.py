@@ -1,17 +1,20 @@
-"""Op contracts. ``get_spec(name)`` is the `OpSpec` of one of hal's own ops; one file each beside this one.
+"""The ops: ``hal.ops.<name>(...)`` calls one, hal's own or one that a plugin brings (hook ``hal_ops``).
 
-An op that a plugin brings (hook ``hal_ops``) is called as ``hal.ops.<name>(...)``. Importing this package imports
+The contract of one of hal's own is in the file of its name, ``from hal.ops.get_last_loc import SPEC``, or
+``get_spec("get_last_loc")``; its truth, inputs and samples are in ``hal.ops.proofs``. Importing this package imports
 nothing else; an op's file imports torch.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hal._api import *  # noqa: F403
     from hal.ops.spec import OpSpec
-
 BUILTIN = (
     "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
     "write_req_to_token", "compute_positions", "build_kv_indices", "build_kv_indices_from_blocks",
@@ -34,9 +37,6 @@ def get_spec(name: str) -> OpSpec:
 
 
 def __getattr__(name: str) -> Any:
-    if name in BUILTIN:
-        # Always the contract's module, whether or not it was imported before: the function is ``hal.<name>``.
-        return import_module(f"hal.ops.{name}")
     if name.startswith("_"):
         raise AttributeError(f"module 'hal.ops' has no attribute {name!r}")
     from hal._errors import SelectionError
@@ -46,3 +46,14 @@ def __getattr__(name: str) -> Any:
         return dispatcher(name)
     except SelectionError as e:
         raise AttributeError(str(e)) from None
+
+
+class _Ops(ModuleType):
+    """This package, in which the name of an op stays the op once the file of that name is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in BUILTIN or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Ops

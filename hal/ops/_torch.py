@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hal import _host
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Of an element's bytes: the dtype that holds its bits, for what is moved or compared bit for bit."""
+
 SETTLED = ("cos", "sin", "exp", "log", "log2", "tanh", "sqrt", "rsqrt")
 """Every elementwise function of torch's that references, oracles, samples and the demo's engine call."""
 
@@ -32,6 +35,11 @@ def in_range(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
+def slots_of(cache: Tensor) -> int:
+    """The slots of a cache, ``[slots, heads, dim]`` or ``[pages, page_size, heads, dim]``."""
+    return cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
+
+
 def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> None:
     """``target[slots[i]] = rows[i]`` where ``valid[i]``, bit for bit, without reading a value on the host.
 
@@ -51,7 +59,7 @@ def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> No
     pick = torch.where(valid, torch.arange(n, device=slots.device, dtype=torch.int64), first)
     some = valid.any()
     index = torch.where(some, slots.to(torch.int64)[pick], 0)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.dtype.itemsize)
+    bits = BITS.get(target.dtype.itemsize)
     if bits is not None:  # fp8 has no index kernels everywhere, and bits are what is moved
         target, rows = target.view(bits), rows.view(bits)
     where = (index // target.shape[1], index % target.shape[1]) if paged else (index,)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal import _host
 from hal._errors import ArgumentError
 from hal.ops import _attention
-from hal.ops.proofs.fresh import TOKENS, Wide, room_for
-from hal.ops.proofs.inputs import generator
-from hal.ops.proofs.judge import Want
-from hal.ops.spec import ErrorSample, OpSpec, Sample, describe
+from hal.ops.spec import OpSpec, describe
 
 
 def decode_attention(
@@ -86,13 +82,6 @@ def decode_attention(
     return found.to(q.dtype) if out is None else out.copy_(found)
 
 
-# --- checks -----------------------------------------------------------------------------------------
-
-
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    _attention.check("decode_attention", a, dims)
-
-
 def _check_sizes(
     q: Tensor,
     k_cache: Tensor,
@@ -118,33 +107,6 @@ def _check_values(a: Mapping[str, Any]) -> None:
     _attention.check_values("decode_attention", a, {"kv_indptr": a["kv_indices"].shape[0]})
 
 
-# --- the truth --------------------------------------------------------------------------------------
-
-
-def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    nnz, window = a["kv_indices"].shape[0], a["sliding_window"]
-    p = [min(max(x, 0), nnz) for x in a["kv_indptr"].tolist()]
-    return _attention.wanted(a, [[(max(i, j - 1 - window) if window >= 0 else i, j)] for i, j in pairwise(p)])
-
-
-# --- samples ----------------------------------------------------------------------------------------
-
-
-def _make(
-    seed: int = 0, bs: int = 5, longest: int = 40, lengths: str = "ragged", **inputs: Any
-) -> dict[str, Any]:
-    """lengths: see `_attention.lengths`; inputs: see `_attention.make_inputs`."""
-    g = generator(seed)
-    made = _attention.make_inputs(g, bs, _attention.lengths(g, bs, longest, lengths), **inputs)
-    return {name: made[name] for name in SPEC.args}
-
-
-def _small(**change: Any) -> dict[str, Any]:
-    return {**_make(bs=2, longest=6, slots=32, out="none", lse=False), **change}
-
-
-_MLA = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 3}
-
 SPEC = OpSpec(
     decode_attention,
     static=_attention.STATIC,
@@ -157,89 +119,9 @@ SPEC = OpSpec(
         **_attention.out_args("bs"),
         **_attention.value_args(),
     },
-    oracle=_oracle,
     returns="out",
-    make=_make,
-    check=_check,
+    check=partial(_attention.check, "decode_attention"),
     check_sizes=_check_sizes,
     check_values=_check_values,
-    samples=(
-        *_attention.samples(bs=3, mla=_MLA),
-        Sample("one", {"bs": 1, "longest": 9, "lengths": "full"}),
-        Sample("one-key-each", {"longest": 1, "lengths": "full"}),
-        Sample("all-empty", {"lengths": "empty"}),
-        Sample("skewed", {"bs": 9, "lengths": "skewed", "longest": 200}),
-        Sample("long", {"bs": 2, "lengths": "full", "longest": 1500, "slots": 3200, "q_heads": 2, "kv_heads": 1}),
-        Sample(
-            "long-fp32",
-            {
-                "bs": 2, "lengths": "skewed", "longest": 2100, "slots": 2400, "q_heads": 2, "kv_heads": 2,
-                "dtype": "fp32",
-            },
-        ),
-        Sample("past-one-block", {"bs": 300, "longest": 5, "slots": 1600, "q_heads": 2, "kv_heads": 1}),
-        Sample("out-strided", {"out": "strided"}),
-        Sample(
-            "window-long",
-            {"sliding_window": 600, "bs": 2, "lengths": "full", "longest": 1500, "slots": 3200, "q_heads": 2},
-        ),
-        Sample("edge", {"bs": 8, "values": "edge", "indptr_values": "edge", **_attention.ODD}),
-        Sample("edge-i32", {"bs": 8, "values": "edge", "indptr_values": "edge"}),
-        Sample(
-            "extreme",
-            {
-                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9, "cache": "paged",
-                **_attention.ODD,
-            },
-        ),
-        Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9}),
-        Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 3, "bs": 2}, large=True),
-        Sample("mla-128-heads", {**_MLA, "q_heads": 128, "bs": 2}, "feature:mla"),
-    ),
-    errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(2, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-rank-2", "q", lambda: _small(q=_host.zeros(2, 256, dtype=torch.bfloat16))),
-        ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(2, 4, 128, dtype=torch.bfloat16)[..., ::2]),
-        ),
-        ErrorSample("heads-no-multiple", "q", lambda: _small(q=_host.zeros(2, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
-        ErrorSample(
-            "k-cache-other-head-dim", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 32, dtype=torch.bfloat16)),
-        ),
-        ErrorSample(
-            "v-cache-other-dtype", "v_cache", lambda: _small(v_cache=_host.zeros(32, 2, 64).to(torch.float8_e5m2)),
-        ),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample(
-            "v-cache-other-heads", "v_cache", lambda: _small(v_cache=_host.zeros(32, 1, 64, dtype=torch.bfloat16)),
-        ),
-        ErrorSample("v-cache-none", "v_cache", lambda: _small(v_cache=None)),
-        ErrorSample(
-            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
-        ),
-        ErrorSample("indptr-too-short", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(2, dtype=torch.int32))),
-        ErrorSample("indptr-float", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3))),
-        ErrorSample("indices-strided", "kv_indices", lambda: _small(kv_indices=_host.zeros(8, dtype=torch.int32)[::2])),
-        ErrorSample("out-other-dtype", "out", lambda: _small(out=_host.zeros(2, 4, 64))),
-        ErrorSample("out-other-shape", "out", lambda: _small(out=_host.zeros(2, 4, 32, dtype=torch.bfloat16))),
-        ErrorSample(
-            "out-expanded", "out", lambda: _small(out=_host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(2, 4, 64)),
-        ),
-        ErrorSample("lse-bf16", "lse", lambda: _small(lse=_host.zeros(2, 4, dtype=torch.bfloat16))),
-        ErrorSample("scale-none", "scale", lambda: _small(scale=None)),
-        ErrorSample("scale-nan", "scale", lambda: _small(scale=float("nan"))),
-        ErrorSample("window-minus-2", "sliding_window", lambda: _small(sliding_window=-2)),
-        ErrorSample("window-float", "sliding_window", lambda: _small(sliding_window=3.0)),
-        ErrorSample("cap-negative", "logit_cap", lambda: _small(logit_cap=-1.0)),
-        ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
-    ),
-    ragged={
-        "bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty"),
-    },
-    fresh=_attention.fresh(
-        240, {"longest": Wide(TOKENS, {"bs": (1, 2), "lengths": "full", "slots": room_for("bs", "longest")})},
-        lambda p: p["bs"] * p["longest"] // (16 if p["lengths"] == "sparse" else 1), "",
-    ),
-)  # fmt: skip
+    proof="hal.ops.proofs.decode_attention",
+)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hal import _host
 from hal._errors import ArgumentError
-from hal.ops.get_last_loc import check_range
+from hal.ops._checks import check_cache, check_range
 from hal.ops.kv_write import SPEC as KV_WRITE
-from hal.ops.proofs.fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
-from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.rope_kv_write import _nested
 from hal.ops.spec import (
     FLOATS,
     FP8,
     INDEX,
-    SHORT,
-    ErrorSample,
     OpSpec,
-    Sample,
     ScaleArg,
     TensorArg,
     describe,
@@ -84,9 +76,14 @@ def as_kv_write(a: Mapping[str, Any]) -> dict[str, Any]:
     """The call as one of `kv_write`: the rope part is k, the latent part v, of one head."""
     v_cache, k_cache = halves(a["kv_cache"], a["kv_lora"].shape[-1])
     return {
-        "k": one_head(a["k_rope"]), "v": one_head(a["kv_lora"]), "k_cache": k_cache, "v_cache": v_cache,
-        "slots": a["slots"], "k_scale": a["kv_scale"], "v_scale": a["kv_scale"],
-    }  # fmt: skip
+        "k": one_head(a["k_rope"]),
+        "v": one_head(a["kv_lora"]),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slots": a["slots"],
+        "k_scale": a["kv_scale"],
+        "v_scale": a["kv_scale"],
+    }
 
 
 def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -94,21 +91,13 @@ def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     for name in ("kv_lora", "k_rope"):
         if a[name].ndim == 3 and a[name].shape[1] != 1:
             raise ArgumentError(op, name, "one head at most", describe(a[name]))
-    cache, scale = a["kv_cache"], a["kv_scale"]
+    cache = a["kv_cache"]
     if cache.ndim == 4 and cache.shape[2] != 1:
         raise ArgumentError(op, "kv_cache", "one head", describe(cache))
     row = dims["lora_dim"] + dims["rope_dim"]
     if dims["row_dim"] != row:
         raise ArgumentError(op, "kv_cache", f"rows of lora_dim + rope_dim = {row} elements", describe(cache))
-    dtype = a["kv_lora"].dtype
-    if cache.dtype not in (dtype, *FP8):
-        raise ArgumentError(
-            op, "kv_cache", f"{SHORT[dtype]} (kv_lora's dtype) or an fp8 dtype", describe(cache)
-        )
-    if scale is not None and cache.dtype not in FP8:
-        raise ArgumentError(op, "kv_scale", "None, since kv_cache is not fp8", str(scale))
-    if isinstance(scale, int | float) and not scale:
-        raise ArgumentError(op, "kv_scale", "a scale that is not 0", str(scale))
+    check_cache(op, a, "kv_cache", "kv_lora", "kv_scale")
 
 
 def check_slots(op: str, a: Mapping[str, Any]) -> None:
@@ -118,136 +107,16 @@ def check_slots(op: str, a: Mapping[str, Any]) -> None:
     check_range(op, "slots", a["slots"], -1, size - 1)
 
 
-def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
-    """What a cache of joint rows must hold, from what its parts must."""
-
-    def whole(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cat([a, b], dim=-1).view(cache.shape)
-
-    candidates = []
-    for one, other in zip(lora.candidates, rope.candidates, strict=True):
-        if one.slack is None and other.slack is None:
-            candidates.append(Candidate(whole(one.value, other.value)))
-            continue
-        slack = [_host.zeros(c.value.shape).double() if c.slack is None else c.slack for c in (one, other)]
-        candidates.append(Candidate(whole(one.value.double(), other.value.double()), whole(*slack)))
-    return Want(whole(lora.named, rope.named), tuple(candidates))
-
-
-def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    check_rows("mla_kv_write", a, dims)
-
-
-def _check_values(a: Mapping[str, Any]) -> None:
-    check_slots("mla_kv_write", a)
-
-
-def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    want = KV_WRITE.oracle(as_kv_write(a))
-    return {"kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"])}
-
-
-# --- samples ----------------------------------------------------------------------------------------
-
-
-def make_rows(
-    g: torch.Generator, n: int, lora_dim: int, rope_dim: int, dtype: torch.dtype, view: str, specials: bool
-) -> tuple[Tensor, Tensor]:
-    """kv_lora and k_rope. view: ``separate``, ``fused`` (views of one projection), ``misaligned`` (off a 16-byte
-    boundary), ``heads`` (with a head dim of 1)."""
-    parts = [floats(g, (n, d), dtype, specials) for d in (lora_dim, rope_dim)]
-    if view == "fused":
-        parts = list(torch.split(torch.cat(parts, dim=1), [lora_dim, rope_dim], dim=1))
-    elif view == "misaligned":
-        parts = [torch.cat([_host.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
-    elif view == "heads":
-        parts = [p.unsqueeze(1) for p in parts]
-    return parts[0], parts[1]
-
-
-def make_cache(
-    g: torch.Generator, form: str, slots: int, page_size: int, row: int, dtype: torch.dtype, view: str
-) -> Tensor:
-    """form: ``slots`` [S, row], ``paged`` [P, page, row], ``heads`` [S, 1, row], ``paged-heads`` [P, page, 1, row].
-    view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
-    lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
-    shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
-    fresh = _host.randn(shape, generator=g).clamp(-4, 4).to(dtype)
-    if view == "plain":
-        return fresh
-    strides = list(fresh.stride())
-    if view == "far":
-        strides[0] = FAR
-    else:
-        strides = _nested(fresh.shape, row + 8)
-    return _host.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
-
-
-def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:
-    order = _host.randperm(slots, generator=g)
-    order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
-    return odd_indices(order, slots, values, dtype)
-
-
-def make_scale(kind: str) -> float | Tensor | None:
-    """``none``, ``float``, ``tensor``."""
-    return {"none": None, "float": 0.37, "tensor": _host.tensor([2.25])}[kind]
-
-
-def _make(
-    seed: int = 0,
-    n: int = 5,
-    lora_dim: int = 128,
-    rope_dim: int = 64,
-    dtype: str = "bf16",
-    slot: str = "i64",
-    cache: str = "slots",
-    slots: int = 48,
-    page_size: int = 16,
-    cache_dtype: str | None = None,
-    cache_view: str = "plain",
-    rows: str = "separate",
-    scale: str = "none",
-    values: str = "valid",
-    specials: bool = False,
-) -> dict[str, Any]:
-    g, kind = generator(seed), FLOAT_DTYPES[cache_dtype or dtype]
-    kv_lora, k_rope = make_rows(g, n, lora_dim, rope_dim, FLOAT_DTYPES[dtype], rows, specials)
-    return {
-        "kv_lora": kv_lora, "k_rope": k_rope,
-        "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
-        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]), "kv_scale": make_scale(scale),
-    }  # fmt: skip
-
-
-def _small(**change: Any) -> dict[str, Any]:
-    return {**_make(n=3, slots=32), **change}
-
-
-_BF16 = torch.bfloat16
-_DTYPES = ("fp16", "bf16", "fp32")
-_FORMS = ("slots", "paged", "heads", "paged-heads")
-DEEPSEEK = {"lora_dim": 512, "rope_dim": 64}
-
 CACHE = TensorArg(
-    "slots row_dim | pages page_size row_dim | pages page_size one row_dim", FLOATS + FP8, stride="inner", mutated=True
-)  # fmt: skip
-STATIC = frozenset({"lora_dim", "rope_dim", "row_dim", "page_size"})
-FP8_SAMPLES = tuple(
-    Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
-    for c in ("e4m3", "e5m2")
-    for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
-) + tuple(
-    Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
-    for c in ("e4m3", "e5m2")
-)  # fmt: skip
+    "slots row_dim | pages page_size row_dim | pages page_size one row_dim",
+    FLOATS + FP8,
+    stride="inner",
+    mutated=True,
+)
 
-_FEW = {"lora_dim": 64, "rope_dim": 32}
-FRESH_ROWS = {
-    "n": Wide(TOKENS, {**_FEW, "slots": room_for("n")}),
-    "slots": Wide(SLOTS, {**_FEW, "n": MANY}, PAGES),
-    "page_size": Wide([64, 128, 256], {"cache": ["paged", "paged-heads"], "slots": 1024, "n": MANY}),
-}
+
+STATIC = frozenset({"lora_dim", "rope_dim", "row_dim", "page_size"})
+
 
 SPEC = OpSpec(
     mla_kv_write,
@@ -259,61 +128,7 @@ SPEC = OpSpec(
         "slots": TensorArg("n", INDEX),
         "kv_scale": ScaleArg(),
     },
-    oracle=_oracle,
-    make=_make,
-    check=_check,
-    check_values=_check_values,
-    samples=(
-        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
-        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "n": 3, "cache": form}) for form in _FORMS),
-        Sample("i32", {"slot": "i32", "n": 9}),
-        Sample("one", {"n": 1}),
-        Sample("empty", {"n": 0}, control="one"),
-        Sample("all-skipped", {"n": 9, "values": "none"}, control="one"),
-        Sample("no-slots", {"slots": 0, "values": "none"}, control="one"),
-        Sample("past-one-block", {"n": 700, "slots": 1024, "lora_dim": 64}),
-        *(Sample(f"paged-{p}", {"cache": "paged", "page_size": p, "n": 20}) for p in (1, 3, 16)),
-        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in _FORMS),
-        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in _DTYPES),
-        Sample("rows-with-a-head", {"rows": "heads", "cache": "heads"}),
-        Sample("odd-dims", {"lora_dim": 96, "rope_dim": 32}),
-        Sample("skip", {"n": 21, "values": "skip"}),
-        Sample("edge", {"n": 25, "values": "edge"}),
-        Sample("extreme", {"n": 31, "values": "extreme", "cache": "paged"}),
-        Sample("extreme-i32", {"n": 31, "values": "extreme", "slot": "i32"}),
-        Sample("equal-slots", {"n": 6, "values": "equal"}),
-        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
-        Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
-        *FP8_SAMPLES,
-        Sample(
-            "e4m3-deepseek", {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
-            "feature:fp8_e4m3",
-        ),
-    ),
-    errors=(
-        ErrorSample("lora-fp64", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 128, dtype=torch.float64))),
-        ErrorSample("lora-two-heads", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 2, 128, dtype=_BF16))),
-        ErrorSample("lora-strided", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 256, dtype=_BF16)[:, ::2])),
-        ErrorSample("rope-none", "k_rope", lambda: _small(k_rope=None)),
-        ErrorSample("rope-other-dtype", "k_rope", lambda: _small(k_rope=_host.zeros(3, 64))),
-        ErrorSample("rope-fewer-tokens", "k_rope", lambda: _small(k_rope=_host.zeros(2, 64, dtype=_BF16))),
-        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 192))),
-        ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
-        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 128, dtype=_BF16))),
-        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=_host.zeros(2, 16, 2, 192, dtype=_BF16))),
-        ErrorSample(
-            "cache-expanded", "kv_cache", lambda: _small(kv_cache=_host.zeros(1, 192, dtype=_BF16).expand(32, 192))
-        ),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-float", "slots", lambda: _small(slots=_host.zeros(3))),
-        ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
-        ErrorSample("scale-of-two", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": _host.ones(2)}),
-        ErrorSample("scale-zero", "kv_scale", lambda: {**_make(cache_dtype="e4m3"), "kv_scale": 0.0}),
-    ),
-    ragged={
-        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": _DTYPES, "slot": ("i32", "i64"),
-        "cache": _FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
-        "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
-    },
-    fresh=Fresh(FRESH_ROWS, lambda p: (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"]), {"n": (9, 40)}),
-)  # fmt: skip
+    check=partial(check_rows, "mla_kv_write"),
+    check_values=partial(check_slots, "mla_kv_write"),
+    proof="hal.ops.proofs.mla_kv_write",
+)

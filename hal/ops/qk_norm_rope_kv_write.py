@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal import _host
 from hal._errors import ArgumentError
 from hal._memory import finite, shown
-from hal.ops._torch import in_range, store_rows
-from hal.ops.proofs.inputs import FLOAT_DTYPES, generator
-from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
-from hal.ops.rope_kv_write import FRESH, _rotate, _scaled, _terms, caches_wanted, check_call, check_values
+from hal.ops._torch import in_range, slots_of, store_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.spec import FLOATS, SHORT, ErrorSample, OpSpec, Sample, TensorArg, ValueArg, describe
+from hal.ops.rope_kv_write import check_call, check_values, rotate, scaled
+from hal.ops.spec import FLOATS, SHORT, OpSpec, TensorArg, ValueArg, describe
 
 
 def qk_norm_rope_kv_write(
@@ -91,17 +87,16 @@ def qk_norm_rope_kv_write(
     cos, sin = cos_sin_cache[torch.where(valid, positions, 0)].float().unsqueeze(1).chunk(2, dim=-1)
     new = {}
     for name, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
-        y = _normed(x.float(), weight.float(), eps)
-        new[name] = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
+        y = normalize(x.float(), weight.float(), eps)
+        new[name] = torch.cat([rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
     where = valid.view(-1, 1, 1)
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         rows_k, rows_v = new["k"].to(k.dtype), v
         if k_cache.dtype != k.dtype:
-            rows_k = _scaled(new["k"], k_scale, k_cache.dtype)
+            rows_k = scaled(new["k"], k_scale, k_cache.dtype)
         if v_cache.dtype != v.dtype:
-            rows_v = _scaled(v.float(), v_scale, v_cache.dtype)
-        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
-        written = valid & in_range(slots, size)
+            rows_v = scaled(v.float(), v_scale, v_cache.dtype)
+        written = valid & in_range(slots, slots_of(k_cache))
         store_rows(k_cache, slots, written, rows_k)
         store_rows(v_cache, slots, written, rows_v)
     q.copy_(torch.where(where, new["q"].to(q.dtype), q))
@@ -109,12 +104,9 @@ def qk_norm_rope_kv_write(
         k.copy_(torch.where(where, new["k"].to(k.dtype), k))
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim, in x's dtype."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
-
-
-# --- checks -----------------------------------------------------------------------------------------
 
 
 def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -133,57 +125,6 @@ def _check_sizes(*values: Any) -> None:
         raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", shown(eps))
 
 
-def _check_values(a: Mapping[str, Any]) -> None:
-    check_values("qk_norm_rope_kv_write", a)
-
-
-# --- the truth --------------------------------------------------------------------------------------
-
-
-def _oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
-    max_positions, rotary = cos_sin.shape
-    valid = in_range(a["positions"], max_positions)
-    table = cos_sin.double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
-    cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
-    eps, step = float(_host.tensor(a["eps"], dtype=torch.float32)), norm_rope_slack(a["q"].shape[-1])
-    want: dict[str, Want] = {}
-    truth: dict[str, tuple[Tensor, Tensor]] = {}
-    for x in ("q", "k"):
-        y = _normed(a[x].double(), a[f"{x}_weight"].double(), eps)
-        value = torch.cat([_rotate(y, cos, sin, interleaved), y[..., rotary:]], dim=-1)
-        terms = torch.cat([_terms(y, cos, sin, interleaved), y[..., rotary:].abs()], dim=-1)
-        truth[x] = value, terms
-        named = _host.zeros(value.shape, dtype=torch.bool)
-        if x == "q" or a["write_k"]:
-            named[:] = valid.view(-1, 1, 1)
-        want[x] = Want(named, (Candidate(value, terms * step),))
-    return want | caches_wanted(a, valid, *truth["k"], step)
-
-
-# --- samples ----------------------------------------------------------------------------------------
-
-
-def _make(
-    seed: int = 0, n: int = 5, weight: str | None = None, eps: float = 1e-6, **params: Any
-) -> dict[str, Any]:
-    """Those of `rope_kv_write`; `weight` is the dtype of the weights, None: q's."""
-    a = ROPE.make(seed=seed, n=n, **params)
-    g, d = generator(seed + 1), a["q"].shape[-1]
-    kind = FLOAT_DTYPES[weight] if weight else a["q"].dtype
-    a |= {f"{x}_weight": (1 + _host.randn(d, generator=g) / 4).to(kind) for x in ("q", "k")}
-    return {name: a[name] if name != "eps" else eps for name in SPEC.args}
-
-
-def _small(**change: Any) -> dict[str, Any]:
-    return {**_make(n=3, slots=32), **change}
-
-
-_BF16 = torch.bfloat16
-_DTYPES = ("fp16", "bf16", "fp32")
-_SKIP = ("smollm2", "llama3-8b")
-"""Shapes that have no norm of q and k; Qwen3's are among those that are left."""
-
 SPEC = OpSpec(
     qk_norm_rope_kv_write,
     static=ROPE.static,
@@ -195,40 +136,10 @@ SPEC = OpSpec(
         "eps": ValueArg(),
         **{name: ROPE.args[name] for name in ("interleaved", "k_scale", "v_scale", "write_k")},
     },
-    oracle=_oracle,
-    make=_make,
     check=_check,
     check_sizes=_check_sizes,
-    check_values=_check_values,
-    samples=(
-        *(
-            replace(s, control="one") if s.name == "no-positions" else s
-            for s in ROPE.samples if not s.name.startswith(_SKIP)
-        ),
-        Sample("qwen3-0.6b", {"q_heads": 16, "kv_heads": 8, "head_dim": 128, "n": 3, "cache": "paged"}),
-        *(Sample(f"weight-fp32-{d}", {"dtype": d, "weight": "fp32"}) for d in ("fp16", "bf16")),
-        Sample("eps-large", {"eps": 0.5, "dtype": "fp32"}),
-        Sample("eps-1", {"eps": 1, "n": 3}),
-    ),
-    errors=(
-        *(
-            ErrorSample(e.name, e.argument, lambda e=e: {**_small(), **e.make()})  # type: ignore[misc]
-            for e in ROPE.errors
-        ),
-        ErrorSample("weight-fp64", "q_weight", lambda: _small(q_weight=_host.ones(64, dtype=torch.float64))),
-        ErrorSample(
-            "weight-other-float", "q_weight",
-            lambda: _small(q_weight=_host.ones(64).half(), k_weight=_host.ones(64).half()),
-        ),
-        ErrorSample("weight-none", "k_weight", lambda: _small(k_weight=None)),
-        ErrorSample("weight-too-long", "q_weight", lambda: _small(q_weight=_host.ones(128, dtype=_BF16))),
-        ErrorSample("k-weight-other-dtype", "k_weight", lambda: _small(k_weight=_host.ones(64))),
-        ErrorSample("weight-a-head-each", "k_weight", lambda: _small(k_weight=_host.ones(2, 64, dtype=_BF16))),
-        ErrorSample("eps-zero", "eps", lambda: _small(eps=0.0)),
-        ErrorSample("eps-nan", "eps", lambda: _small(eps=math.nan)),
-        ErrorSample("eps-none", "eps", lambda: _small(eps=None)),
-    ),
-    ragged={**ROPE.ragged, "eps": [1e-6, 1e-5, 0.1]},
-    fresh=FRESH,
-)  # fmt: skip
+    check_values=partial(check_values, "qk_norm_rope_kv_write"),
+    proof="hal.ops.proofs.qk_norm_rope_kv_write",
+)
+
 _EPS = list(SPEC.args).index("eps")

@@ -38,11 +38,11 @@ def test_example_in_docstring(name: str) -> None:
     }
     test = doctest.DocTestParser().get_doctest(doc or "", names, name, None, None)
     assert test.examples, f"{name} has no example"
-    told = io.StringIO()
+    out = io.StringIO()
     with pytest.MonkeyPatch.context() as m:
         m.setenv("HAL_BACKEND", "reference")
-        result = doctest.DocTestRunner().run(test, out=told.write)
-    assert not result.failed, told.getvalue()
+        result = doctest.DocTestRunner().run(test, out=out.write)
+    assert not result.failed, out.getvalue()
 
 
 def test_public_things_have_docstrings() -> None:
@@ -71,12 +71,12 @@ def test_page_runs(page: str) -> None:
     names: dict[str, object] = {}
     outputs = 0
     for code, output in blocks(ROOT / page):
-        told = io.StringIO()
-        with contextlib.redirect_stdout(told):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
             exec(compile(code, page, "exec"), names)
         if output is not None:
             outputs += 1
-            assert told.getvalue() == output
+            assert out.getvalue() == output
     assert outputs
 
 
@@ -95,12 +95,12 @@ def generator() -> Any:
 
 
 def test_generated_pages_are_up_to_date(generator: Any) -> None:
-    assert generator.drifted() == [], "run ci/docs"
+    assert generator.find_drift() == [], "run ci/docs"
 
 
 def test_drift_is_seen(generator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of no op, one that is not there, one with another word, README's table."""
-    for path, text in generator.written().items():
+    for path, text in generator.files().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
     (tmp_path / "docs/ops/no_such_op.md").write_text("")
@@ -108,10 +108,10 @@ def test_drift_is_seen(generator: Any, tmp_path: Path, monkeypatch: pytest.Monke
     for path in ("docs/ops/get_last_loc.md", "README.md"):
         text = (tmp_path / path).read_text(encoding="utf-8")
         (tmp_path / path).write_text(text.replace("| yes |", "| no |"), encoding="utf-8")
-    expected = generator.written()
-    monkeypatch.setattr(generator, "written", lambda: expected)
+    expected = generator.files()
+    monkeypatch.setattr(generator, "files", lambda: expected)
     monkeypatch.setattr(generator, "ROOT", tmp_path)
-    assert sorted(generator.drifted()) == [
+    assert sorted(generator.find_drift()) == [
         "README.md", "docs/ops/get_last_loc.md", "docs/ops/kv_write.md", "docs/ops/no_such_op.md",
     ]  # fmt: skip
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import hal
 from hal import KVPool, SlotAllocator
 from hal.kv.pool import LAYOUTS
-from hal.ops.kv_transfer import _make, stacked
+from hal.ops.kv_transfer import stacked
+from hal.ops.proofs.kv_transfer import make as _make
 
 KINDS = ("layer_first", "list", "page_first", "page_first_direct", "page_head")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -348,13 +350,23 @@ def test_op_of_a_plugin(plugins: Plugins) -> None:
         _ = hal.ops.scale
 
 
-def test_ops_of_hal_are_modules_there() -> None:
-    assert hal.ops.get_last_loc.SPEC.name == "get_last_loc"
+def test_no_op_of_that_name() -> None:
     with pytest.raises(AttributeError, match="_hidden"):
         _ = hal.ops._hidden
     with pytest.raises(AttributeError, match="did you mean kv_transfer"):
         _ = hal.ops.kv_tranfer
-    assert hal.ops.__getattr__("rope_kv_write").SPEC.name == "rope_kv_write"
+
+
+@pytest.mark.parametrize(
+    "first", ["from hal.ops.kv_move import SPEC", "import hal; hal.kv_move", "import hal.ops"]
+)
+def test_an_op_is_its_function_whatever_was_imported_first(first: str) -> None:
+    check = (
+        "import hal; from hal.ops import kv_move; from hal.ops.kv_move import SPEC; import hal.ops.kv_transfer; "
+        "assert hal.ops.kv_move is kv_move is hal.kv_move; assert hal.ops.kv_transfer is hal.kv_transfer; "
+        "assert SPEC is hal.ops.get_spec('kv_move')"
+    )
+    subprocess.run([sys.executable, "-c", f"{first}; {check}"], check=True)
 
 
 @pytest.mark.parametrize("name", ["get_last_loc", "spec", "_quiet", "BUILTIN"])

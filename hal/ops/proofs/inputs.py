@@ -9,15 +9,19 @@ from hal import _host
 
 INDEX_DTYPES = {"i32": torch.int32, "i64": torch.int64}
 FLOAT_DTYPES = {
-    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
-    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
-}  # fmt: skip
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 FAR = 2**29 + 64
 """A row stride that puts the fifth row beyond 2^31 elements."""
 
 
 def generator(seed: int) -> torch.Generator:
+    """A generator of the CPU, seeded."""
     return torch.Generator().manual_seed(seed)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hal import _host
+from hal.ops._torch import BITS
 from hal.ops.spec import FP8
 
 ROPE_SLACK = 8 * 2.0**-24
@@ -169,5 +170,5 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
     """bool per element: the same bits (any NaN equals only the same NaN, -0 is not 0)."""
     if a.dtype != b.dtype:
         raise TypeError(f"comparing the bits of {a.dtype} with {b.dtype}")
-    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    ints = BITS[a.dtype.itemsize]
     return a.contiguous().view(ints) == b.contiguous().view(ints)

@@ -1,0 +1,145 @@
+"""build_kv_indices: its truth, its inputs and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from hal import _host
+from hal.ops._spans import columns, extent
+from hal.ops.proofs.assign_extend_cache_locs import FRESH
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import ErrorSample, Proof, Sample
+
+
+def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    table, capacity = a["req_to_token"], a["out"].shape[0]
+    rows = table.shape[0]
+    lens = [extent(0, n)[1] for n in a["kv_lens"].tolist()]
+    starts = [0] * len(lens) if a["kv_start"] is None else a["kv_start"].tolist()
+    values: list[int] = []
+    for r, start, n in zip(a["req_pool_indices"].tolist(), starts, lens, strict=True):
+        stop = start + min(n, capacity - len(values))
+        values += columns(table[r] if 0 <= r < rows else None, start, stop)
+    return listing(values, lens, a)
+
+
+def listing(values: list[int], lens: list[int], a: Mapping[str, Any]) -> dict[str, Want]:
+    """What a packed list must be: `values` at the front of ``out``, the sums of `lens` in ``kv_indptr``."""
+    out, indptr = a["out"], a["kv_indptr"]
+    value = out.clone()
+    value[: len(values)] = _host.tensor(values, dtype=out.dtype)
+    named = _host.arange(out.shape[0]) < len(values)
+    sums = _host.tensor([min(x, out.shape[0]) for x in accumulate(lens, initial=0)], dtype=indptr.dtype)
+    listed = Want(named, (Candidate(value),))
+    return {
+        "kv_indptr": Want(torch.ones_like(sums, dtype=torch.bool), (Candidate(sums),)),
+        "out": listed,
+        "return": listed,
+    }
+
+
+def make(
+    seed: int = 0,
+    bs: int = 5,
+    requests: int = 9,
+    width: int = 65,
+    longest: int = 40,
+    slack: int = 3,
+    index: str = "i64",
+    lens: str = "i64",
+    indptr: str = "i32",
+    out: str = "i32",
+    start: str | None = None,
+    view: str = "plain",
+    values: str = "valid",
+    skew: bool = False,
+) -> dict[str, Any]:
+    """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start."""
+    g = generator(seed)
+    table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
+    length = randint(g, 0, min(longest, width) + 1, (bs,))
+    if skew and bs:
+        length.zero_()
+        length[bs // 2] = min(longest, width)
+    begin = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    kv_lens = odd_indices(length, width + 1, values, INDEX_DTYPES[lens])
+    total = sum(min(extent(0, n)[1], width + 1) for n in kv_lens.tolist())
+    room = (max(0, total + slack),)
+    kv_start = None
+    if start is not None:
+        kv_start = odd_indices(begin, width, values, INDEX_DTYPES[start]).roll(
+            1 if values in ("edge", "extreme") else 0
+        )
+    return {
+        "req_to_token": row_view(table, view),
+        "req_pool_indices": odd_indices(
+            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
+        ).roll(2 if values in ("edge", "extreme") else 0),
+        "kv_lens": kv_lens,
+        "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
+        "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
+        "kv_start": kv_start,
+    }
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**make(bs=3, requests=4, width=8), **change}
+
+
+PROOF = Proof(
+    oracle=oracle,
+    make=make,
+    samples=(
+        *(
+            Sample(f"{i}-{n}-{p}-{o}-start-{s}", {"index": i, "lens": n, "indptr": p, "out": o, "start": s})
+            for i, n, p, o, s in (
+                ("i32", "i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64", "i64"),
+                ("i32", "i64", "i32", "i64", "i32"), ("i64", "i32", "i64", "i32", None),
+                ("i64", "i64", "i32", "i32", None),
+            )
+        ),
+        Sample("one", {"bs": 1}),
+        Sample("no-requests", {"bs": 0}),
+        Sample("no-room", {"slack": -10_000}),
+        Sample("too-little-room", {"bs": 20, "slack": -30}),
+        Sample("exact-room", {"bs": 20, "slack": 0, "start": "i64"}),
+        Sample("much-room", {"bs": 3, "slack": 5000}),
+        Sample("past-one-block", {"bs": 1500, "requests": 64, "longest": 9}),
+        Sample("long-row", {"bs": 3, "requests": 3, "width": 9000, "longest": 9000}),
+        Sample("skewed", {"bs": 600, "width": 4000, "longest": 4000, "skew": True}),
+        Sample("strided-table", {"view": "strided", "bs": 40, "start": "i32"}),
+        Sample("edge", {"bs": 40, "values": "edge", "slack": 100, "start": "i64"}),
+        Sample("edge-no-start", {"bs": 40, "values": "edge", "slack": 100}),
+        Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "start": "i64"}),
+        Sample(
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99},
+        ),
+        Sample("no-rows", {"requests": 0}),
+        Sample("no-columns", {"width": 0}),
+        Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
+    ),
+    errors=(
+        ErrorSample(
+            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
+        ),
+        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
+        ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3, dtype=torch.int32))),
+        ErrorSample(
+            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(1, dtype=torch.int32).expand(4)),
+        ),
+        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int32))),
+        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(90, dtype=torch.int64)[::2])),
+        ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=_host.zeros(4, dtype=torch.int64))),
+    ),
+    ragged={
+        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
+        "index": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
+        "start": ("i32", "i64", None), "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
+    },
+    fresh=FRESH,
+)  # fmt: skip

@@ -1,0 +1,272 @@
+"""kv_transfer: its truth, its inputs and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import _host
+from hal.kv.pool import KVPool
+from hal.ops._torch import BITS
+from hal.ops.kv_transfer import stacked
+from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.spec import ErrorSample, Proof, Sample
+
+
+def _at(half: Tensor, pool: KVPool, layer: int, slot: int) -> Tensor:
+    """The row of one token, a view, found by the layout's own index order."""
+    page, token = divmod(slot, pool.page_size)
+    if pool.layout == "layer_first":
+        return half[layer, slot]
+    if pool.layout == "page_first":
+        return half[slot, layer]
+    if pool.layout == "page_first_direct":
+        return half[page, layer, token]
+    return half[page, :, token, layer]
+
+
+def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
+    src, dst = a["src"], a["dst"]
+    todo = range(src.num_layers) if a["layers"] is None else a["layers"]
+    pairs = [
+        (s, d)
+        for s, d in zip(a["src_slots"].tolist(), a["dst_slots"].tolist(), strict=True)
+        if 0 <= s < src.num_slots and 0 <= d < dst.num_slots
+    ]
+    rounds: list[list[tuple[int, int]]] = []
+    seen: dict[int, int] = {}
+    for s, d in pairs:
+        turn = seen[d] = seen.get(d, -1) + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append((s, d))
+    halves = {}
+    for x in ("k", "v"):
+        if getattr(src, x) is None:
+            continue
+        source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
+        bits = BITS[target.dtype.itemsize]
+        named = _host.zeros(target.shape, dtype=torch.bool)
+        value, candidates = _host.zeros(target.shape, dtype=bits), []
+        for turn_pairs in rounds:
+            value = value.clone()
+            for s, d in turn_pairs:
+                for layer in todo:
+                    row = _at(value, dst, layer, d)
+                    row.copy_(_at(source.view(bits), src, layer, s).reshape(row.shape))
+                    _at(named, dst, layer, d).fill_(True)
+            candidates.append(Candidate(value.view(target.dtype)))
+        halves[x] = Want(named, tuple(candidates))
+    return {"dst": Want(_host.zeros(0, dtype=torch.bool), fields=halves)}
+
+
+def make(
+    seed: int = 0,
+    n: int = 9,
+    num_layers: int = 3,
+    heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    mla: bool = False,
+    dtype: str = "bf16",
+    src: str = "layer_first",
+    dst: str = "page_first",
+    src_page: int = 4,
+    dst_page: int = 4,
+    src_slots: int = 32,
+    dst_slots: int = 48,
+    slot: str = "i64",
+    layers: tuple[int, int] | None = None,
+    method: str = "auto",
+    order: str = "random",
+    values: str = "valid",
+    view: str = "plain",
+) -> dict[str, Any]:
+    """src, dst: a layout's name, or ``list`` for layer_first as one tensor a layer. order: ``random``, ``runs``
+    (consecutive slots), ``pages`` (whole pages in random order). view: ``plain``, ``padded`` (the outer strides are
+    odd), ``far`` (dst's tokens 2^29 elements apart). mla: rows without heads, no v.
+    """
+    g = generator(seed)
+    kind = FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
+    row = (head_dim,) if mla else (heads, head_dim)
+    v_row = None if mla else (heads, v_head_dim or head_dim)
+    a = make_pool(
+        g, src, src_slots, src_page, num_layers, row, v_row, kind, "padded" if view == "padded" else "plain"
+    )
+    b = make_pool(g, dst, dst_slots, dst_page, num_layers, row, v_row, kind, view)
+    return {
+        "src": a,
+        "dst": b,
+        "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
+        "dst_slots": _slots(
+            g, n, dst_slots, dst_page, order, "valid" if values == "skip" else values, INDEX_DTYPES[slot]
+        ).roll(1 if values in ("edge", "extreme") else 0),
+        "layers": None if layers is None else range(*layers),
+        "method": method,
+    }
+
+
+def _slots(
+    g: torch.Generator, n: int, size: int, page: int, order: str, values: str, dtype: torch.dtype
+) -> Tensor:
+    if order == "runs":
+        base = _host.arange(size)
+    elif order == "pages":
+        base = (_host.randperm(size // page, generator=g).unsqueeze(1) * page + _host.arange(page)).view(-1)
+    else:
+        base = _host.randperm(size, generator=g)
+    index = base[:n] if n <= base.numel() else randint(g, 0, size, (n,))
+    return odd_indices(index, size, "valid" if values == "equal" and dtype is None else values, dtype)
+
+
+def make_pool(
+    g: torch.Generator,
+    layout: str,
+    slots: int,
+    page: int,
+    n: int,
+    row: tuple[int, ...],
+    v_row: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    view: str,
+) -> KVPool:
+    def fresh(shape: tuple[int, ...]) -> Tensor:
+        raw = _host.randint(
+            0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g
+        ).view(dtype)
+        if view == "plain" or 0 in shape:
+            return raw
+        inner = 1 if layout == "page_head" else len(row)
+        st, step = list(raw.stride()), raw.stride()[-inner] * shape[-inner]
+        for i in range(len(shape) - inner - 1, -1, -1):
+            st[i] = step = step + 16 if view == "padded" else step
+            step *= shape[i]
+        if view == "far":
+            st[0 if layout != "layer_first" else 1] = FAR
+            if layout == "layer_first":
+                st[0] = st[1] * shape[1]
+        bits = BITS[dtype.itemsize]
+        out = _host.empty_strided(shape, tuple(st), dtype=bits)
+        return out.copy_(raw.view(bits)).view(dtype)
+
+    def half(r: tuple[int, ...]) -> Tensor | list[Tensor]:
+        if layout == "list":
+            return [fresh((slots, *r)) for _ in range(n)]
+        pages = slots // page
+        if layout == "page_head":
+            h, d = (1, *r)[-2:]
+            return fresh((pages, h, page, n, d))
+        return fresh(
+            {"layer_first": (n, slots, *r), "page_first": (slots, n, *r)}.get(layout) or (pages, n, page, *r)
+        )
+
+    name = "layer_first" if layout == "list" else layout
+    return KVPool(half(row), None if v_row is None else half(v_row), layout=name, page_size=page)
+
+
+def _small(**change: Any) -> dict[str, Any]:
+    return {**make(n=3), **change}
+
+
+def _other(**change: Any) -> KVPool:
+    return make(n=3, **change)["dst"]  # type: ignore[no-any-return]
+
+
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def _tag(*layouts: str) -> str:
+    return "feature:page_head" if "page_head" in layouts else "required"
+
+
+_FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
+
+
+PROOF = Proof(
+    oracle=oracle,
+    make=make,
+    samples=(
+        *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, _tag(a, b)) for a in _LAYOUTS for b in _LAYOUTS),
+        *(
+            Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, _tag(a, b))
+            for a in _LAYOUTS for b in _LAYOUTS
+        ),
+        *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, _tag(b)) for b in _LAYOUTS),
+        *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, _tag(a)) for a in _LAYOUTS),
+        *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
+        *(Sample(f"runs-page-{p}", {"src_page": p, "dst_page": p, "order": "runs", "n": 30}) for p in (1, 16)),
+        *(Sample(f"pages-of-{p}", {"src_page": p, "dst_page": p, "order": "pages", "n": 28}) for p in (4, 16)),
+        Sample(
+            "page-3-to-page-16", {"src_page": 3, "src_slots": 33, "dst_page": 16, "dst": "page_first_direct", "n": 20}
+        ),
+        Sample("slots-i32", {"slot": "i32"}),
+        Sample("one", {"n": 1}),
+        Sample("empty", {"n": 0}, control="one"),
+        Sample("all-skipped", {"values": "none"}, control="one"),
+        Sample("past-one-block", {"n": 900, "src_slots": 1024, "dst_slots": 1024, "num_layers": 2, "head_dim": 8}),
+        Sample("layer-1-of-3", {"layers": (1, 2)}),
+        Sample("layers-1-2-of-3", {"layers": (1, 3), "dst": "page_first_direct"}),
+        Sample("no-layers", {"layers": (1, 1)}, control="layer-1-of-3"),
+        Sample("skip", {"values": "skip", "n": 21}),
+        Sample("edge", {"values": "edge", "n": 25}),
+        Sample("edge-direct-layout", {"values": "edge", "n": 25, "dst": "page_first_direct", "slot": "i32"}),
+        Sample("extreme", {"values": "extreme", "n": 29}),
+        Sample("equal-dst-slots", {"values": "equal", "n": 4}),
+        Sample("v-head-dim", {"head_dim": 24, "v_head_dim": 16}),
+        Sample("odd-rows", {"head_dim": 3, "heads": 1, "dtype": "u8"}),
+        Sample("padded", {"view": "padded", "src": "page_first", "dst": "layer_first"}),
+        Sample("padded-direct", {"view": "padded", "src": "page_first_direct", "dst": "page_first"}),
+        Sample("no-slots", {"dst_slots": 0, "values": "none"}, control="one"),
+        # From some size on an implementation may move rows in another way.
+        *(
+            Sample(
+                f"megabytes-{a}-to-{b}",
+                {
+                    "src": a, "dst": b, "order": "pages", "num_layers": 32, "heads": 8, "head_dim": 128,
+                    "n": 80, "src_page": 16, "dst_page": 16, "src_slots": 96, "dst_slots": 96,
+                },
+                _tag(a, b),
+            )
+            for a, b in (("page_head", "layer_first"), ("layer_first", "page_first"))
+        ),
+        *(Sample(f"method-{m}", {"method": m, "order": "pages", "n": 24}) for m in ("kernel", "direct")),
+        Sample("far-slots", {"view": "far", "dst_slots": 8, "num_layers": 2, "n": 8}, large=True),
+    ),
+    errors=(
+        ErrorSample("src-a-tensor", "src", lambda: _small(src=_host.zeros(3, 32, 2, 16))),
+        ErrorSample("dst-none", "dst", lambda: _small(dst=None)),
+        ErrorSample("other-layers", "dst", lambda: _small(dst=_other(num_layers=2))),
+        ErrorSample("other-dtype", "dst", lambda: _small(dst=_other(dtype="fp32"))),
+        ErrorSample("other-row", "dst", lambda: _small(dst=_other(head_dim=32))),
+        ErrorSample("no-v", "dst", lambda: _small(dst=_other(mla=True))),
+        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=_host.zeros(2, dtype=torch.int64))),
+        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=_host.zeros(3))),
+        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=_host.zeros(3, 1, dtype=torch.int64))),
+        ErrorSample("layers-a-list", "layers", lambda: _small(layers=[0, 1])),
+        ErrorSample("layers-outside", "layers", lambda: _small(layers=range(2, 4))),
+        ErrorSample("layers-negative", "layers", lambda: _small(layers=range(-1, 2))),
+        ErrorSample("layers-step", "layers", lambda: _small(layers=range(0, 3, 2))),
+        ErrorSample("unknown-method", "method", lambda: _small(method="fast")),
+    ),
+    ragged={
+        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": _LAYOUTS, "dst": _LAYOUTS,
+        "src_page": [1, 3, 16], "dst_page": [1, 3, 16], "src_slots": (48, 48), "dst_slots": (96, 96),
+        "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
+        "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
+    },
+    fresh=Fresh(
+        {
+            "n": Wide(PAIRS, {**_FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
+            "src_slots": Wide(SLOTS, {**_FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
+            "dst_slots": Wide(SLOTS, {**_FEW, "n": MANY, "src_slots": 4_800}, PAGES),
+            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]),
+        },
+        lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
+        {"n": (9, 40), "src": _LAYOUTS[:3], "dst": _LAYOUTS[:3]},
+    ),
+)  # fmt: skip
