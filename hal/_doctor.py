@@ -32,9 +32,9 @@ def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: flo
 def _examine(
     ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    from hal.registry._table import live
+    from hal.registry import current
 
-    table = live.current()
+    table = current()
     for op in ops or ():
         table.spec(op)
     for name in backends or ():
@@ -123,9 +123,9 @@ def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None)
     from hal.kv.pool import KVPool
     from hal.ops.kv_transfer import stacked
     from hal.ops.proofs.judge import right_any
-    from hal.registry._table import live
+    from hal.registry import current
 
-    table = live.current()
+    table = current()
     entry = table.entries.get(backend)
     devices = tuple(entry.manifest.lanes[lane]) if entry and entry.manifest else ("cpu",)
     device = torch.device(devices[0])

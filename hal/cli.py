@@ -110,9 +110,9 @@ def explain(
     """
     import hal
     from hal._notation import example_signature, parse_argument
-    from hal.registry._table import live
+    from hal.registry import current
 
-    spec = live.current().spec(op)
+    spec = current().spec(op)
     given = dict(parse_argument(op, a) for a in arguments or ())
     told = hal.explain(op, example_signature(spec, given), backend=backend)
     print(told)
@@ -263,9 +263,9 @@ def _load_only(backend: str, imports: list[str] | None) -> None:
 def _replay(folder: Path, backend: str, device: str | None) -> int:
     """Golden cases: how many give what was recorded; those that the backend does not do are not run."""
     from hal import golden
-    from hal.registry._table import live
+    from hal.registry import current
 
-    table = live.current()
+    table = current()
     entry = table.entries.get(backend)
     where = device or (
         entry.manifest.lanes.get(table.lane, ("cpu",))[0] if entry and entry.manifest else "cpu"

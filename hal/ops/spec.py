@@ -491,8 +491,11 @@ class OpSpec:
 
     # --- checks ---
 
-    def check_call(self, values: Mapping[str, Any]) -> None:
+    def check_call(self, values: Mapping[str, Any]) -> Signature:
         """Every rule on metadata: types, dtypes, ranks, sizes, strides, devices, the op's own.
+
+        Returns:
+            `sign`'s result, which the check needs itself.
 
         Raises:
             ArgumentError: naming the first argument that breaks the contract.
@@ -508,17 +511,17 @@ class OpSpec:
             for t in _tensors(values[name]):
                 self._check_memory(name, t)
             self._check_one(name, arg, values, dims)
-        device = self.sign(values)
+        sig = self.sign(values)
         if not any(isinstance(a, PoolArg) for a in self.args.values()):
             for name, arg in self.args.items():
                 v = values[name]
                 if (
                     isinstance(v, Tensor)
                     and isinstance(arg, TensorArg | ScaleArg)
-                    and v.device.type != device.device
+                    and v.device.type != sig.device
                 ):
                     raise ArgumentError(
-                        self.name, name, f"a tensor on {_place((device.device, device.index))}, the call's device",
+                        self.name, name, f"a tensor on {_place((sig.device, sig.index))}, the call's device",
                         f"one on {v.device}",
                     )  # fmt: skip
         for d in ROWS:
@@ -531,6 +534,7 @@ class OpSpec:
             self.check(values, {d: size for d, (size, _) in dims.items()})
         if self.check_sizes is not None:
             self.check_sizes(*values.values())
+        return sig
 
     def _check_memory(self, name: str, t: Tensor) -> None:
         why = _memory.flaw(t)
