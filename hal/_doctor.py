@@ -32,9 +32,9 @@ def main(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: flo
 def _examine(
     ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    from hal.registry._table import live
+    from hal.registry import current
 
-    table = live.current()
+    table = current()
     for op in ops or ():
         table.spec(op)
     for name in backends or ():
@@ -119,11 +119,11 @@ def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None)
     """In the child: each op on a small input, called by its public name and judged by the contract's own truth."""
     from hal._remote.target import RegistryTarget
     from hal.conformance.execute import DISPATCHED, Failure, execute
-    from hal.registry._table import live
+    from hal.registry import current
 
     target = RegistryTarget.of(backend, lane)
     for op in ops:
-        spec = live.current().spec(op)
+        spec = current().spec(op)
         row = {"backend": backend, "lane": lane, "op": op, "ok": True, "saw": "right"}
         try:
             execute(spec, spec.make(**spec.samples[0].params), target, how=DISPATCHED)

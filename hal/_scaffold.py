@@ -12,9 +12,9 @@ from hal._devices import parse_device
 from hal._env import did_you_mean
 from hal._errors import ArgumentError, SelectionError
 from hal._version import __version__
+from hal.registry import current
 from hal.registry._manifest import API, NAME
 from hal.registry._points import RESERVED
-from hal.registry._table import live
 
 if TYPE_CHECKING:
     from hal.ops.spec import OpSpec
@@ -142,7 +142,7 @@ def make(name: str, ops: Sequence[str], device: str, folder: Path | None) -> tup
     if not NAME.fullmatch(name):
         expected = "lower case letters, digits, _ and -, as in acme"
         raise ArgumentError(COMMAND, "NAME", expected, repr(name) + did_you_mean(name, [name.lower()]))
-    table = live.current()
+    table = current()
     if name in RESERVED or name in table.entries:
         raise SelectionError(f"hal: {COMMAND}: there is a backend {name} already; choose another name")
     specs = [table.spec(op) for op in dict.fromkeys(ops)]

@@ -6,14 +6,14 @@ import json
 from typing import Any, TextIO
 
 from hal._errors import NoBackendError, SelectionError
+from hal.registry import current
 from hal.registry._discover import resolve
 from hal.registry._isolate import demand
-from hal.registry._table import live
 
 
 def manifest_rows(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
     """The rows of a backend's own tool, which its manifest names."""
-    table = live.current()
+    table = current()
     table.parse(backend, "BACKEND={}")
     entry = table.entries.get(backend)
     tool = getattr(entry.manifest, what, None) if entry else None

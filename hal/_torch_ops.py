@@ -7,7 +7,6 @@ and calls ``hal.<op>``. So a backend is chosen when the compiled code runs, by a
 
 from __future__ import annotations
 
-import textwrap
 import threading
 import types
 import typing
@@ -22,8 +21,8 @@ from torch.autograd import forward_ad
 from hal._errors import HalError, NoBackendError
 from hal.kv.pool import KVPool
 from hal.ops.spec import OpSpec, PoolArg, ScaleArg, TensorArg
-from hal.registry._dispatch import Bound, dispatcher, parameters
-from hal.registry._table import live
+from hal.registry import _generate, current
+from hal.registry._dispatch import Bound, dispatcher
 
 if TYPE_CHECKING:
     from hal._api import TorchOps
@@ -61,7 +60,7 @@ def torch_ops() -> TorchOps:
         >>> last(torch.tensor([[7, 8, 9]], dtype=torch.int32), torch.tensor([0]), torch.tensor([3]))
         tensor([9])
     """
-    table = live.current()
+    table = current()
     functions: dict[str, Callable[..., Any]] = {}
     lacking: dict[str, Exception] = {}
     with _lock:
@@ -294,12 +293,16 @@ def _register(spec: OpSpec, define: bool) -> Callable[..., Any]:
                 for n, p in spec.signature.parameters.items()
             ),
         )
-        run = _compiled(kernel, "kernel", _run=_dispatched, _pool=_pool, _nothing=_nothing)
+        run = _generate.define(
+            kernel, "kernel", "torch_ops", _run=_dispatched, _pool=_pool, _nothing=_nothing
+        )
         _library.impl(form.name, run, "CompositeExplicitAutograd")
         _library.impl(form.name, _guarded(form), "Autograd")
         fake = _FAKE.format(parameters=form.parameters, empty=form.result and _empty(spec, form.result))
         torch.library.register_fake(
-            f"{NAMESPACE}::{form.name}", _compiled(fake, "fake", _torch=torch), lib=_library
+            f"{NAMESPACE}::{form.name}",
+            _generate.define(fake, "fake", "torch_ops", _torch=torch),
+            lib=_library,
         )
     return _around(spec, forms(spec))
 
@@ -336,25 +339,14 @@ def _around(spec: OpSpec, found: Sequence[Form]) -> Callable[..., Any]:
         either = _EITHER.format(none=none, call=first.call, returns=returns, empty=_empty(spec, first.result))
     source = _FUNCTION.format(
         name=spec.name,
-        parameters=parameters(spec),
+        parameters=_generate.parameters(spec),
         either=either,
         call=("_found = " if last.result else "") + f"_op({last.call})",
         returned="_found" if last.result else returns,
     )
     names = {"_op": overloads[-1], "_new": overloads[0], "_half": _half, "_ends": _ends}
-    fn = _compiled(source, spec.name, **names, _torch=torch, _Tensor=Tensor)
+    fn = _generate.define(source, spec.name, "torch_ops", **names, _torch=torch, _Tensor=Tensor)
     fn.__doc__, fn.__signature__ = spec.doc, dispatcher(spec.name).__signature__  # type: ignore[attr-defined]
-    return fn
-
-
-def _compiled(source: str, name: str, **names: Any) -> Callable[..., Any]:
-    """The function `name` of `source`, with `names` around it as a closure: dynamo takes the globals of all
-    functions of a module for one and the same."""
-    namespace: dict[str, Any] = {"__name__": __name__}
-    inside = textwrap.indent(source, "    ")
-    code = f"def around({', '.join(names)}):\n{inside}\n    return {name}\n"
-    exec(compile(code, f"<hal torch_ops: {name}>", "exec"), namespace)
-    fn: Callable[..., Any] = namespace["around"](**names)
     return fn
 
 

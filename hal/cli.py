@@ -110,9 +110,9 @@ def explain(
     """
     import hal
     from hal._notation import example_signature, parse_argument
-    from hal.registry._table import live
+    from hal.registry import current
 
-    spec = live.current().spec(op)
+    spec = current().spec(op)
     given = dict(parse_argument(op, a) for a in arguments or ())
     told = hal.explain(op, example_signature(spec, given), backend=backend)
     print(told)

@@ -19,14 +19,11 @@ import torch
 from hal import _env
 from hal._devices import parse_device
 from hal._errors import ArgumentError, NoBackendError, SelectionError
-from hal.ops._key import KEY_NAMES, shape_name
 from hal.ops.spec import OpSpec, Signature
-from hal.registry import _config, _scope, _select
-from hal.registry._discover import Entry, resolve
-from hal.registry._isolate import State, demand
-from hal.registry._manifest import Impl
-from hal.registry._select import Verdict
-from hal.registry._table import CHECKS, Table, live
+from hal.registry import _generate, _scope, _select
+from hal.registry._discover import resolve
+from hal.registry._isolate import demand
+from hal.registry._table import CHECKS, live
 
 if TYPE_CHECKING:
     from hal._bound import Ops
@@ -34,45 +31,10 @@ if TYPE_CHECKING:
 else:
     Ops = object
 
-# Names with an underscore are ours: no parameter of an op has one.
-_TEMPLATE = """
-def {name}({lenient}backend=None, **_unknown):
-    try:
-        _table = _live.table
-        _run = _table.caches[{name!r}][backend, _scope(), {key}]
-    except Exception:
-        # Of a new kind, the first call of all, or of what has no key.
-        _run = None
-    if _run is None or _unknown:
-        return _first({arguments}, backend, _unknown)
-    if _table.checks:
-        if {sizes} or _table.checks == 2:
-            _again(_table.checks == 2, {arguments})
-        {own_sizes}
-    return _run({call})
-"""
-_CHECKED = """
-def {name}({params}):
-    try:
-        _known = (_kind := ({key})) in _seen
-    except Exception:
-        _kind = _known = None
-    if not _known:
-        _first(_kind, {arguments})
-    elif {full} or {sizes}:
-        _again({full}, {arguments})
-    {own_sizes}
-    return _run({call})
-"""
-_KEY = """
-def _key({params}backend=None):
-    return backend, _texts(), {key}
-"""
-
 _MISSING = object()
 """What a dispatched function takes for an argument that was not given: its own error would not say what was meant."""
 
-_made: dict[str, tuple[OpSpec, Callable[..., Any]]] = {}
+_dispatchers: dict[str, tuple[OpSpec, Callable[..., Any]]] = {}
 
 
 def dispatcher(op: str) -> Callable[..., Any]:
@@ -82,127 +44,63 @@ def dispatcher(op: str) -> Callable[..., Any]:
         SelectionError: there is no such op.
     """
     spec = live.current().spec(op)
-    if op in _made and _made[op][0] is spec:
-        return _made[op][1]
-    names = list(spec.args)
-    source = _sources(spec)
-    namespace: dict[str, Any] = {
-        "__name__": "hal",
-        "_live": live,
-        "_scope": _scope.scope.get,
-        "_texts": _scope.texts,
-        "_missing": _MISSING,
-        **KEY_NAMES,
-    }
-    # Two steps: `_first` needs the key function, and the dispatched function needs `_first`.
-    exec(_KEY.format_map(source), namespace)
-    key = namespace["_key"]
+    if op in _dispatchers and _dispatchers[op][0] is spec:
+        return _dispatchers[op][1]
 
-    def first(*args: Any) -> Any:
+    def first(kind: tuple[Any, ...] | None, *args: Any) -> Any:
         *values, backend, unknown = args
-        given = {n: v for n, v in zip(names, values, strict=True) if v is not _MISSING}
-        if unknown or len(given) < len(names):
+        given = {n: v for n, v in zip(spec.args, values, strict=True) if v is not _MISSING}
+        if unknown or len(given) < len(spec.args):
             spec.bind(**given, **unknown)  # raises, and says what was meant
-        return _first(spec, given, backend, key)
+        return _first(spec, given, backend, kind)
 
-    namespace.update(_first=first, _again=_again(spec), _check_sizes=spec.check_sizes)
-    exec(compile(_TEMPLATE.format_map(source), f"<hal dispatch of {spec.name}>", "exec"), namespace)
-    fn: Callable[..., Any] = namespace[spec.name]
+    fn = _generate.dispatched(
+        spec,
+        _live=live,
+        _scope=_scope.scope.get,
+        _missing=_MISSING,
+        _first=first,
+        _check_values=_value_check(spec),
+    )
     fn.__doc__ = spec.doc
-    fn.__module__ = "hal"
     extra = inspect.Parameter(
         "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
     )
     fn.__signature__ = spec.signature.replace(parameters=[*spec.signature.parameters.values(), extra])  # type: ignore[attr-defined]
-    _made[op] = spec, fn
+    _dispatchers[op] = spec, fn
     return fn
 
 
-def _sources(spec: OpSpec) -> dict[str, str]:
-    """What the templates are filled with. ``sizes``: whether a call of a known kind must be checked again."""
-    # A key looks at most shapes: what it has found, the sizes need not ask for again.
-    shaped: list[str] = []
-    sizes = spec.sizes_source(lambda name: shaped.append(name) or shape_name(name))  # type: ignore[func-returns-value]
-    return {
-        "name": spec.name,
-        "params": parameters(spec),
-        "lenient": parameters(spec, "=_missing"),
-        "key": spec.key_source(shaped)[1:-1],
-        "arguments": ", ".join(spec.args),
-        "sizes": sizes,
-        "own_sizes": f"else: _check_sizes({', '.join(spec.args)})" if spec.check_sizes else "",
-        "call": ", ".join(
-            f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
-            for p in spec.signature.parameters.values()
-        ),
-    }
-
-
-def _again(spec: OpSpec) -> Callable[..., None]:
-    """The checks that the key of a call does not settle: ``again(full, *values)``."""
-    names = list(spec.args)
-    namespace: dict[str, Any] = {}
-    exec(f"def _sizes_differ({', '.join(names)}): return {spec.sizes_source()}", namespace)
-    sizes_differ = namespace["_sizes_differ"]
-
-    def again(full: bool, *values: Any) -> None:
-        if sizes_differ(*values):
-            spec.check_call(dict(zip(names, values, strict=True)))
-        elif spec.check_sizes is not None:
-            spec.check_sizes(*values)
-        if full:
-            _check_values(spec, dict(zip(names, values, strict=True)))
-
-    return again
-
-
-def parameters(spec: OpSpec, required: str = "") -> str:
-    """The signature's parameters as source, ending in the star that makes ``backend`` keyword-only.
-
-    Args:
-        required: what follows the name of one without a default.
-    """
-    out = []
-    star = False
-    for p in spec.signature.parameters.values():
-        if p.kind is p.KEYWORD_ONLY and not star:
-            out.append("*")
-            star = True
-        if p.default is p.empty:
-            out.append(p.name + required)
-        elif p.default is None or isinstance(p.default, bool | int | float | str):
-            out.append(f"{p.name}={p.default!r}")
-        else:
-            raise TypeError(f"{spec.name}: the default of {p.name} is {p.default!r}; expected a plain value")
-    return ", ".join([*out, *([] if star else ["*"]), ""])
-
-
-def _first(spec: OpSpec, values: dict[str, Any], backend: Any, key: Callable[..., Any]) -> Any:
+def _first(spec: OpSpec, values: dict[str, Any], backend: Any, kind: tuple[Any, ...] | None) -> Any:
     """A call of a new kind: check, select, remember, run."""
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(spec.name, "backend", "a backend's name, e.g. 'cpu', or None", repr(backend))
     table = live.current()
     table.spec(spec.name)  # a plugin's op may be gone since the function was made
-    if table.checks:
-        spec.check_call(values)
-        if table.checks == 2:
-            _check_values(spec, values)
-    sig = spec.sign(values)
-    run = _select.select(table, spec, sig, table.levels(backend, _scope.texts())).run
-    # Unchecked, an argument may be what no key can be made of.
-    with contextlib.suppress(Exception):
-        table.caches[spec.name][key(**values, backend=backend)] = run
+    sig = spec.check_call(values) if table.checks else spec.sign(values)
+    if table.checks == 2:
+        _check_values(spec, values, sig.device)
+    scope = _scope.texts()
+    run = _select.select(table, spec, sig, table.levels(backend, scope)).run
+    if kind is not None:
+        # Unchecked, an argument may be what no key can be made of.
+        with contextlib.suppress(Exception):
+            table.caches[spec.name][backend, scope, *kind[2:]] = run
     return run(**values)
 
 
-def _check_values(spec: OpSpec, values: Mapping[str, Any]) -> None:
+def _check_values(spec: OpSpec, values: Mapping[str, Any], device: str) -> None:
     """Index values, unless a graph is being captured: reading one would sync."""
-    if spec.check_values is not None and not _select.capturing(spec.sign(values).device):
+    if spec.check_values is not None and not _select.capturing(device):
         spec.check_values(values)
 
 
-class _SeveralReadyError(SelectionError):
-    """An op without an example has several ready implementations."""
+def _value_check(spec: OpSpec) -> Callable[..., None]:
+    def check(*args: Any) -> None:
+        values = dict(zip(spec.args, args, strict=True))
+        _check_values(spec, values, spec.sign(values).device)
+
+    return check
 
 
 class Bound(Ops):
@@ -277,32 +175,29 @@ def bind(
     where = parse_device("bind", "device", device)
     if table.lane == "device":
         _need(where, f"bind({str(device)!r})")
-    kind = where.type
     levels = table.levels(backend, _scope.texts())
     functions: dict[str, Callable[..., Any]] = {}
     lacking: dict[str, Exception] = {}
     for op in table.op_names:
         spec = table.spec(op)
+        asked: Signature | str = where.type
         if op in examples:
             example = examples[op]
             values = spec.bind(**example) if isinstance(example, Mapping) else spec.bind(*example)
-            spec.check_call(values)
-            sig = spec.sign(values)
-            if sig.device != kind:
-                raise SelectionError(f"hal: bind({str(device)!r}): the example of {op} is on {sig.device}")
-            run = _select.select(table, spec, sig, levels).run
-        else:
-            try:
-                found = _bind_by_device(table, spec, kind, levels)
-            except _SeveralReadyError as e:
-                if not examples:
-                    raise SelectionError(str(e)) from None
-                lacking[op] = SelectionError(str(e))
-                continue
-            if isinstance(found, str):
-                lacking[op] = NoBackendError(found)
-                continue
-            run = found
+            asked = spec.check_call(values)
+            if asked.device != where.type:
+                raise SelectionError(f"hal: bind({str(device)!r}): the example of {op} is on {asked.device}")
+        try:
+            explanation, found = _select.explain(table, spec, asked, levels, others=False)
+        except SelectionError as several:
+            if not examples:
+                raise
+            lacking[op] = several
+            continue
+        if found is None and op not in examples:
+            lacking[op] = NoBackendError(str(explanation))
+            continue
+        run = _select.settle(table, explanation, found, where.type).run
         functions[op] = run if checks == "off" else _checked(spec, run, checks)
     return Bound(functions, lacking)
 
@@ -325,111 +220,22 @@ def _need(device: str | torch.device, what: str) -> None:
         )
 
 
-def _bind_by_device(
-    table: Table, spec: OpSpec, device: str, levels: list[_config.Choice]
-) -> Callable[..., Any] | str:
-    """The one ready implementation for a device type, or the message that there is none."""
-    name, source = _select.decide(levels, spec.name)
-    refused: list[Verdict] = []
-    said: list[str] = []
-    for link in name.split(">"):
-        found = _bind_one(table, spec, device, link, source)
-        if isinstance(found, str):
-            said.append(found)
-        elif isinstance(found, _select.Explanation):
-            said.append(str(found))
-            refused += found.verdicts
-        else:
-            if refused:
-                chosen = Verdict(link, table.lane, "chosen")
-                _select.downgrades(
-                    table,
-                    _select.Explanation(spec.name, spec.name, chosen, (*refused, chosen), source, True),
-                )
-            return found
-    return "\n".join(said)
-
-
-def _bind_one(
-    table: Table, spec: OpSpec, device: str, name: str, source: str
-) -> Callable[..., Any] | _select.Explanation | str:
-    """What one name of a chain, or ``auto``, has for a device type; or why it has nothing."""
-    if name == "reference":
-        verdict = Verdict("reference", "device", "chosen")
-        told = _select.Explanation(spec.name, spec.name, verdict, (verdict,), source, True)
-        return _select.traced(table, spec.reference, told, device) if table.trace else spec.reference
-    auto = name == "auto"
-    lane, which = table.lane, ""
-    pairs: list[tuple[Entry, Impl | None]]
-    if auto:
-        if lane != "device":
-            return f"hal: {spec.name}: lane {lane} needs a named backend — set HAL_BACKEND"
-        pairs = _select.candidates(table, spec.name, device)
-    else:
-        backend, _, which = name.partition("/")
-        entry = table.entries[backend]
-        pairs = [(entry, i) for i in _select.wanted(entry, spec.name, which)] or [(entry, None)]
-        devices = entry.manifest.lanes.get(lane, ()) if entry.manifest else ()
-        if devices and device not in devices:
-            takes = ", ".join(devices)
-            return f"hal: {spec.name}: {name} takes {takes} in lane {lane}; got {device} (by {source})"
-    ready: list[tuple[str, Callable[..., Any]]] = []
-    verdicts: list[Verdict] = []
-    for entry, impl in pairs:
-        title = entry.title(impl) if impl else entry.name
-        state = entry.op_state(spec.name, lane, which) if impl is None else entry.impl_state(impl, lane)
-        run = entry.bind(impl, spec.signature) if impl and state.ready else state
-        if isinstance(run, State):
-            verdicts.append(Verdict(title, lane, run.state, run.reason, run.remedy))
-        else:
-            verdicts.append(Verdict(title, lane, "chosen"))
-            ready.append((title, run))
-    if len(ready) > 1:
-        raise _SeveralReadyError(
-            f"hal: bind: {spec.name} has several ready implementations: {', '.join(n for n, _ in ready)}; give an "
-            f"example, like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][0]}'"
-        )
-    if not ready and not auto:
-        return _select.Explanation(spec.name, spec.name, None, tuple(verdicts), source, True)
-    if not ready:
-        verdicts.append(Verdict("reference", lane, "chosen"))
-        ready.append(("reference", spec.reference))
-    chosen = next(v for v in verdicts if v.state == "chosen")
-    told = _select.Explanation(spec.name, spec.name, chosen, tuple(verdicts), source, not auto)
-    if auto:
-        _select.downgrades(table, told)
-    table.observers.tell("hal_on_bind", op=spec.name, backend=chosen.name, lane=lane)
-    run = ready[0][1]
-    return _select.traced(table, run, told, device) if table.trace else run
-
-
 def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
     """`run` behind the contract's checks: whole for a call of a new kind, else those that the dispatcher repeats."""
-    names, full = list(spec.args), checks == "full"
+    full = checks == "full"
     seen: set[Any] = set()
 
     def first(kind: Any, *args: Any) -> None:
-        values = dict(zip(names, args, strict=True))
-        spec.check_call(values)
+        values = dict(zip(spec.args, args, strict=True))
+        device = spec.check_call(values).device
         if full:
-            _check_values(spec, values)
+            _check_values(spec, values, device)
         if kind is not None:
             seen.add(kind)
 
-    source = _sources(spec)
-    # Without `backend` nothing may follow the star.
-    source.update(params=source["params"].removesuffix("*, "), full=str(full))
-    namespace: dict[str, Any] = {
-        "__name__": "hal",
-        "_seen": seen,
-        "_first": first,
-        "_again": _again(spec),
-        "_check_sizes": spec.check_sizes,
-        "_run": run,
-        **KEY_NAMES,
-    }
-    exec(compile(_CHECKED.format_map(source), f"<hal checks of {spec.name}>", "exec"), namespace)
-    fn: Callable[..., Any] = namespace[spec.name]
+    fn = _generate.checked(
+        spec, _run=run, _seen=seen, _first=first, _full=full, _check_values=_value_check(spec)
+    )
     fn.__doc__ = spec.doc
     fn.__signature__ = spec.signature  # type: ignore[attr-defined]
     return fn

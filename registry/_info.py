@@ -13,7 +13,7 @@ from hal._version import __version__
 from hal.registry._discover import Entry, resolve
 from hal.registry._isolate import State, attempt
 from hal.registry._manifest import Impl
-from hal.registry._table import Table, live
+from hal.registry._table import Table, current
 
 
 class Info(dict[str, Any]):
@@ -33,7 +33,7 @@ def info(kernels: bool = False) -> Info:
     Returns:
         Plain data, as ``hal info --json`` prints it; a notebook shows it as tables.
     """
-    table = live.current()
+    table = current()
     backends = []
     for name, entry in table.entries.items():
         lanes = {lane: _state(entry.state(lane)) for lane in entry.lanes} or {"device": _state(entry.state())}

@@ -6,10 +6,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hal import _trace
-from hal._errors import BackendError, FallbackWarning, NoBackendError
+from hal._errors import BackendError, FallbackWarning, NoBackendError, SelectionError
 from hal.registry._config import Choice, asker
 from hal.registry._discover import Entry, resolve
 from hal.registry._isolate import State, ask
@@ -109,19 +109,72 @@ def decide(choices: Iterable[Choice], op: str) -> tuple[str, str]:
     return "auto", "auto (the device of the tensors)"
 
 
+class Candidate(NamedTuple):
+    """What one word of a choice may mean. ``entry`` None: the reference; ``impl`` None: the entry has no such."""
+
+    title: str
+    entry: Entry | None = None
+    impl: Impl | None = None
+
+
 def explain(
-    table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice], others: bool = True
+    table: Table, spec: OpSpec, asked: Signature | str, choices: Sequence[Choice], others: bool = True
 ) -> tuple[Explanation, Selection | None]:
-    """Everything about one call; a `Selection` where something may run it. Warns of nothing.
+    """Who runs a call, who would not, and why; a `Selection` where something may run it. Warns of nothing.
 
     Args:
+        asked: the call; or a device type, for whatever call may come: then no implementation is asked whether it
+            supports the call, and a choice among several that are ready is an error.
         others: where a named backend runs the call, look at those that were not asked for too. Their probes may
             wake a device that the process never meant to touch: an ordinary call does without.
+
+    Raises:
+        SelectionError: several are ready for a device type.
     """
     name, source = decide(choices, spec.name)
-    if name == "auto":
-        return _auto(table, spec, sig, source)
-    return _named(table, spec, sig, name, source, others)
+    sig, device = (None, asked) if isinstance(asked, str) else (asked, asked.device)
+    call, auto = spec.name if sig is None else str(sig), name == "auto"
+    if auto and table.lane != "device":
+        why = f"lane {table.lane} needs a named backend"
+        verdict = Verdict("auto", table.lane, "rejected", why, "set HAL_BACKEND")
+        return Explanation(spec.name, call, None, (verdict,), f"HAL_LANE={table.lane}", True), None
+    verdicts: list[Verdict] = []
+    ready: list[tuple[Verdict, Candidate, Callable[..., Any]]] = []
+    entries: list[Entry | None] = []
+    for link in name.split(">"):
+        for candidate in candidates(table, spec.name, link, device):
+            entries.append(candidate.entry)
+            if ready and sig is not None:
+                if auto:
+                    verdicts.append(_state(candidate))
+                continue
+            verdict, run = _judge(candidate, spec, sig, device, table.lane)
+            verdicts.append(verdict)
+            if run is not None:
+                ready.append((verdict, candidate, run))
+        if ready:
+            break
+    if len(ready) > 1:
+        raise SelectionError(
+            f"hal: bind: {spec.name} has several ready implementations: {', '.join(c.title for _, c, _ in ready)}; "
+            f"give an example, like={{{spec.name!r}: (...)}}, or name one: backend='{spec.name}={ready[0][1].title}'"
+        )
+    if auto:
+        # What stands before the chosen one is what was passed over.
+        reference = Verdict("reference", "device", "ready", "plain torch, any device")
+        if not ready:
+            reference = Verdict("reference", "device", "chosen")
+            ready.append((reference, Candidate("reference"), spec.reference))
+        verdicts.append(reference)
+    if sig is not None and auto:
+        verdicts += _unnamed(table, spec.name, device)
+    elif sig is not None and (not ready or (others and ready[0][1].entry is not None)):
+        verdicts += _others(table, spec.name, device, entries)
+    chosen, winner, run = ready[0] if ready else (None, None, None)
+    explanation = Explanation(spec.name, call, chosen, tuple(verdicts), source, not auto)
+    if winner is None or run is None:
+        return explanation, None
+    return explanation, Selection(run, winner.entry, winner.impl, explanation)
 
 
 def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]) -> Selection:
@@ -136,26 +189,28 @@ def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
             f"hal: {spec.name}: a call of a new kind while a graph is captured: no backend is selected yet for these "
             "dtypes and shapes; call the op once before the capture, or use hal.bind(...) and hal.warmup(...)"
         )
-    told, selection = explain(table, spec, sig, choices, others=False)
+    return settle(table, *explain(table, spec, sig, choices, others=False), sig.device)
+
+
+def settle(table: Table, told: Explanation, selection: Selection | None, device: str) -> Selection:
+    """What `explain` found, in force: tells the observers, warns of a downgrade, counts the calls.
+
+    Raises:
+        NoBackendError: it found nothing; the message says why of each.
+    """
     for v in told.verdicts:
         if v.state == "rejected":
-            table.observers.tell("hal_on_reject", op=spec.name, backend=v.name, reason=v.reason)
+            table.observers.tell("hal_on_reject", op=told.op, backend=v.name, reason=v.reason)
     if selection is None:
         raise NoBackendError(str(told))
-    downgrades(table, told)
+    _report_downgrades(table, told)
     assert told.chosen is not None
-    table.observers.tell("hal_on_bind", op=spec.name, backend=told.chosen.name, lane=told.chosen.lane)
-    if table.trace:
-        run = traced(table, selection.run, told, sig.device)
-        return replace(selection, run=run)
-    return selection
-
-
-def traced(table: Table, run: Callable[..., Any], told: Explanation, device: str) -> Callable[..., Any]:
-    """`run`, counting its calls under the name of what was chosen."""
-    assert told.chosen is not None
+    table.observers.tell("hal_on_bind", op=told.op, backend=told.chosen.name, lane=told.chosen.lane)
+    if not table.trace:
+        return selection
     lane = "" if told.chosen.lane == "device" else f" ({told.chosen.lane})"
-    return _trace.counted(run, told.op, told.chosen.name + lane, device, table.trace)
+    run = _trace.counted(selection.run, told.op, told.chosen.name + lane, device, table.trace)
+    return replace(selection, run=run)
 
 
 def capturing(device: str) -> bool:
@@ -169,7 +224,7 @@ def capturing(device: str) -> bool:
     return capturing is not None and bool(capturing())
 
 
-def downgrades(table: Table, told: Explanation) -> None:
+def _report_downgrades(table: Table, told: Explanation) -> None:
     """Warns, once each, of what was passed over on the way; with ``fallback="error"`` it raises instead.
 
     A chain is the user's own order: a refusal in it is no downgrade, a backend that broke is.
@@ -210,35 +265,27 @@ def _outside() -> int:
     return level
 
 
-def _reference(spec: OpSpec, state: str) -> Verdict:
-    return Verdict("reference", "device", state, "" if state == "chosen" else "plain torch, any device")
+def candidates(table: Table, op: str, link: str, device: str) -> list[Candidate]:
+    """What one link of a choice may take, in its order.
 
-
-def _named(
-    table: Table, spec: OpSpec, sig: Signature, name: str, source: str, others: bool
-) -> tuple[Explanation, Selection | None]:
-    def told(chosen: Verdict | None, verdicts: Sequence[Verdict]) -> Explanation:
-        return Explanation(spec.name, str(sig), chosen, tuple(verdicts), source, True)
-
-    verdicts: list[Verdict] = []
-    asked: list[Entry] = []
-    for link in name.split(">"):
-        if link == "reference":
-            verdict = _reference(spec, "chosen")
-            explanation = told(verdict, [*verdicts, verdict])
-            return explanation, Selection(spec.reference, None, None, explanation)
-        backend, _, which = link.partition("/")
-        entry = table.entries[backend]
-        asked.append(entry)
-        for impl in wanted(entry, spec.name, which) or (None,):
-            verdict, run = _judge(table, entry, impl, spec, sig, table.lane, which)
-            if run is not None:
-                chosen = Verdict(verdict.name, verdict.lane, "chosen")
-                rest = _others(table, spec, sig, asked) if others else []
-                explanation = told(chosen, [*verdicts, chosen, *rest])
-                return explanation, Selection(run, entry, impl, explanation)
-            verdicts.append(verdict)
-    return told(None, [*verdicts, *_others(table, spec, sig, asked)]), None
+    ``auto``: built-in before third party, then priority, then name. A plugin without a manifest (it can't be imported,
+    say) might have had the op, so it is among the third party's.
+    """
+    if link == "reference":
+        return [Candidate("reference")]
+    if link != "auto":
+        entry = table.entries[link.partition("/")[0]]
+        named = [Candidate(entry.title(i), entry, i) for i in wanted(entry, op, link.partition("/")[2])]
+        return named or [Candidate(link, entry)]
+    found: list[tuple[Any, Candidate]] = []
+    for entry in table.entries.values():
+        if entry.manifest is None:
+            found.append(((entry.third_party, 0, entry.name, ""), Candidate(entry.name, entry)))
+        elif device in entry.manifest.lanes.get("device", ()):
+            for impl in entry.usual(op):
+                order = entry.third_party, -impl.priority, entry.name, impl.name
+                found.append((order, Candidate(entry.title(impl), entry, impl)))
+    return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 
 def wanted(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
@@ -247,7 +294,7 @@ def wanted(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
 
 
 def _unnamed(table: Table, op: str, device: str) -> list[Verdict]:
-    """Those that `auto` leaves out because they are taken only where they are named, with their states."""
+    """Those that `auto` leaves out because they run only where they are named, with their states."""
     out = []
     for entry in table.entries.values():
         if entry.manifest is None or device not in entry.manifest.lanes.get("device", ()):
@@ -260,13 +307,13 @@ def _unnamed(table: Table, op: str, device: str) -> list[Verdict]:
     return out
 
 
-def _others(table: Table, spec: OpSpec, sig: Signature, asked: Sequence[Entry]) -> list[Verdict]:
+def _others(table: Table, op: str, device: str, asked: Sequence[Entry | None]) -> list[Verdict]:
     """What the backends that were not asked for would have said. Only states: nothing more is imported."""
     out = []
     for entry in table.entries.values():
-        if entry not in asked and entry.impls(spec.name):
+        if entry not in asked and entry.impls(op):
             state = entry.state("device")
-            fits = entry.manifest is not None and sig.device in entry.manifest.lanes.get("device", ())
+            fits = entry.manifest is not None and device in entry.manifest.lanes.get("device", ())
             if state.ready and not fits:
                 continue
             out.append(
@@ -275,85 +322,43 @@ def _others(table: Table, spec: OpSpec, sig: Signature, asked: Sequence[Entry]) 
     return out
 
 
-def _auto(table: Table, spec: OpSpec, sig: Signature, source: str) -> tuple[Explanation, Selection | None]:
-    if table.lane != "device":
-        verdict = Verdict(
-            "auto", table.lane, "rejected", f"lane {table.lane} needs a named backend", "set HAL_BACKEND"
-        )
-        return Explanation(spec.name, str(sig), None, (verdict,), f"HAL_LANE={table.lane}", True), None
-    chosen: tuple[Verdict, Entry | None, Impl | None, Callable[..., Any]] | None = None
-    verdicts: list[Verdict] = []
-    for entry, impl in candidates(table, spec.name, sig.device):
-        if chosen is not None:
-            state = entry.impl_state(impl) if impl else entry.state("device")
-            title = entry.title(impl) if impl else entry.name
-            verdicts.append(Verdict(title, "device", state.state, state.reason, state.remedy))
-            continue
-        verdict, run = _judge(table, entry, impl, spec, sig, "device")
-        if run is not None:
-            verdict = Verdict(verdict.name, "device", "chosen")
-            chosen = verdict, entry, impl, run
-        verdicts.append(verdict)
-    # Last: what comes before the chosen one is what was passed over.
-    unnamed = _unnamed(table, spec.name, sig.device)
-    if chosen is None:
-        verdict = _reference(spec, "chosen")
-        chosen = verdict, None, None, spec.reference
-        verdicts.append(verdict)
-    else:
-        verdicts.append(_reference(spec, "ready"))
-    explanation = Explanation(spec.name, str(sig), chosen[0], (*verdicts, *unnamed), source, False)
-    return explanation, Selection(chosen[3], chosen[1], chosen[2], explanation)
+def _verdict(candidate: Candidate, lane: str, state: State) -> Verdict:
+    return Verdict(candidate.title, lane, state.state, state.reason, state.remedy)
 
 
-def candidates(table: Table, op: str, device: str) -> list[tuple[Entry, Impl | None]]:
-    """What `auto` may take for a device type, in its order: built-in before third party, then priority, then name.
-
-    A plugin without a manifest (it can't be imported, say) might have had the op, so it is among the third party's.
-    """
-    found: list[tuple[Entry, Impl | None]] = [
-        (entry, impl)
-        for entry in table.entries.values()
-        for impl in (entry.usual(op) if entry.manifest else (None,))
-        if entry.manifest is None or device in entry.manifest.lanes.get("device", ())
-    ]
-    return sorted(
-        found,
-        key=lambda c: (
-            c[0].third_party,
-            -(c[1].priority if c[1] else 0),
-            c[0].name,
-            c[1].name if c[1] else "",
-        ),
-    )
+def _state(candidate: Candidate) -> Verdict:
+    """Of one behind the chosen one: nothing is imported for it."""
+    entry, impl = candidate.entry, candidate.impl
+    assert entry is not None
+    return _verdict(candidate, "device", entry.impl_state(impl) if impl else entry.state("device"))
 
 
 def _judge(
-    table: Table, entry: Entry, impl: Impl | None, spec: OpSpec, sig: Signature, lane: str, which: str = ""
+    candidate: Candidate, spec: OpSpec, sig: Signature | None, device: str, lane: str
 ) -> tuple[Verdict, Callable[..., Any] | None]:
-    """May this implementation run this call? The function, if so."""
-    name = entry.title(impl) if impl else f"{entry.name}/{which}" if which else entry.name
-
-    def no(state: State) -> tuple[Verdict, None]:
-        return Verdict(name, lane, state.state, state.reason, state.remedy), None
-
-    state = entry.impl_state(impl, lane) if impl else entry.op_state(spec.name, lane, which)
-    if impl is None or not state.ready:
-        return no(state)
+    """May this implementation run this call? The function, if so. Without `sig`: any call on the device."""
+    title, entry, impl = candidate
+    if entry is None:
+        return Verdict(title, "device", "chosen"), spec.reference
+    if impl is None:
+        return _verdict(candidate, lane, entry.op_state(spec.name, lane, title.partition("/")[2])), None
+    state = entry.impl_state(impl, lane)
+    if not state.ready:
+        return _verdict(candidate, lane, state), None
     assert entry.manifest is not None
     devices = tuple(entry.manifest.lanes[lane])
-    if sig.device not in devices:
-        return no(
-            State("rejected", f"the tensors are on {sig.device}; lane {lane} takes {', '.join(devices)}")
-        )
+    if device not in devices:
+        where = f"bound for {device}" if sig is None else f"the tensors are on {device}"
+        state = State("rejected", f"{where}; lane {lane} takes {', '.join(devices)}")
+        return _verdict(candidate, lane, state), None
     run = entry.bind(impl, spec.signature)
     if isinstance(run, State):
-        return no(run)
-    if impl.supports is not None:
+        return _verdict(candidate, lane, run), None
+    if impl.supports is not None and sig is not None:
         supports = impl.supports
-        said = ask("supports", lambda: resolve(supports)(sig))
-        if isinstance(said, State):
-            return no(said)
-        if said:
-            return no(State("rejected", said))
-    return Verdict(name, lane, "ready"), run
+        refusal = ask("supports", lambda: resolve(supports)(sig))
+        if isinstance(refusal, str) and refusal:
+            refusal = State("rejected", refusal)
+        if refusal:
+            return _verdict(candidate, lane, refusal), None
+    return Verdict(title, lane, "chosen"), run

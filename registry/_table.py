@@ -158,6 +158,15 @@ live = Live()
 os.register_at_fork(after_in_child=lambda: setattr(live, "lock", threading.RLock()))
 
 
+def current() -> Table:
+    """The table in force: plugins, choices and settings, as they were when it was made; built at the first need.
+
+    Raises:
+        SelectionError: the environment names what does not exist.
+    """
+    return live.current()
+
+
 def reload() -> None:
     """Reads the environment and the plugins again. What `hal.configure` set and `hal.register` added stays."""
     with live.lock:

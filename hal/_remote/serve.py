@@ -87,13 +87,13 @@ def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     from hal._remote.memory import Memory
     from hal._remote.perform import Hands
     from hal._remote.target import RegistryTarget
-    from hal.registry._table import live
+    from hal.registry import current
 
     for module in order["imports"]:
         importlib.import_module(module)
     backend, lane = order["backend"], order["lane"]
     try:
-        table = live.current()
+        table = current()
         if backend != "reference":
             table.parse(backend, "{!r}")
             state = table.entries[backend.partition("/")[0]].state(lane)

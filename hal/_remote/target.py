@@ -16,11 +16,10 @@ from hal._errors import BackendError, NoBackendError, SelectionError
 from hal._remote.watch import code_of
 from hal.ops import get_spec as spec_of
 from hal.ops.spec import Signature
-from hal.registry import Impl
+from hal.registry import Impl, current
 from hal.registry._discover import Entry, resolve
 from hal.registry._dispatch import dispatcher
 from hal.registry._select import wanted
-from hal.registry._table import live
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class RegistryTarget:
         Raises:
             SelectionError: no such backend, or no such lane of it.
         """
-        table = live.current()
+        table = current()
         if backend == "reference":
             return cls(backend, lane, torch.device(device or "cpu"))
         table.parse(backend, "backend={!r}")
@@ -140,7 +139,7 @@ class RegistryTarget:
 
     @property
     def entry(self) -> Entry:
-        return live.current().entries[self.backend.partition("/")[0]]
+        return current().entries[self.backend.partition("/")[0]]
 
     def impls(self, op: str) -> tuple[Impl, ...]:
         """What is called: what the backend's name may take, or the one implementation that is named."""
@@ -171,7 +170,7 @@ class RegistryTarget:
         return self._bound(impl, told.chosen.name, fn)
 
     def implementations(self, op: str) -> tuple[Bound, ...]:
-        table = live.current()
+        table = current()
         spec = table.spec(op)
         if self.backend == "reference":
             return (Bound(spec.reference, always, "reference", graph_safe=op != "kv_transfer"),)
@@ -194,11 +193,11 @@ class RegistryTarget:
     def foreign(self, op: str) -> dict[CodeType, str]:
         out: dict[CodeType, str] = {}
         if self.backend != "reference":
-            reference = code_of(live.current().spec(op).reference)
+            reference = code_of(current().spec(op).reference)
             if reference is not None:
                 out[reference] = "hal's reference"
         mine = () if self.backend == "reference" else self.impls(op)
-        for entry in live.current().entries.values():
+        for entry in current().entries.values():
             for impl in entry.impls(op):
                 if impl in mine:
                     continue

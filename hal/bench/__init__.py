@@ -166,10 +166,10 @@ def _kind(device: str) -> str:
 
 def _check_backend(device: str) -> None:
     """Raises where the backend to be timed can't run at all: a line, instead of one for each table."""
-    from hal.registry._table import live
+    from hal.registry import current
 
     kind = _kind(device)
-    state = live.current().entries[kind].state("device")
+    state = current().entries[kind].state("device")
     if not state.ready:
         raise HalError(f"hal: bench: what would be timed, the backend {kind}, is {state}")
 

@@ -127,9 +127,9 @@ def main() -> None:
             out.write(json.dumps(line) + "\n")
 
         if order["plugin"]:
-            from hal.registry._table import live
+            from hal.registry import current
 
-            specs = {op: live.current().spec(op) for op in job.ops or ()}
+            specs = {op: current().spec(op) for op in job.ops or ()}
         else:
             specs = {op: get_spec(op) for op in job.ops or ()}
         cases = case_list(specs)

@@ -370,9 +370,9 @@ def replay(op: str, backend: str, lane: str = "device", **params: Any) -> None:
     from hal._remote.target import RegistryTarget
     from hal.conformance.execute import Failure, Refused
     from hal.conformance.proofs.run import Run
-    from hal.registry._table import live
+    from hal.registry import current
 
-    spec = live.current().spec(op)
+    spec = current().spec(op)
     target = RegistryTarget.of(backend, lane)
     try:
         Run(target, spec, Case(op, "value", "replay")).prove(params)
@@ -384,9 +384,9 @@ def replay_case(case_id: str, backend: str, lane: str = "device", seed: int = 0)
     """Runs one case again in this process and raises `AssertionError` unless it passes."""
     from hal._remote.target import RegistryTarget
     from hal.conformance.proofs.run import run_case
-    from hal.registry._table import live
+    from hal.registry import current
 
-    spec = live.current().spec(case_id.partition("/")[0])
+    spec = current().spec(case_id.partition("/")[0])
     case = next(c for c in case_list({spec.name: spec}) if c.id == case_id)
     result = run_case(case, RegistryTarget.of(backend, lane), spec, seed=seed)
     if result.outcome != PASSED:

@@ -25,11 +25,11 @@ def pytest_configure(config: Any) -> None:
         return
     from hal._errors import HalError
     from hal._remote.target import RegistryTarget
-    from hal.registry._table import live
+    from hal.registry import current
 
     try:
         RegistryTarget.of(backend, lane)
         for op in config.getoption("--hal-op"):
-            live.current().spec(op)
+            current().spec(op)
     except HalError as e:
         raise pytest.UsageError(str(e).removeprefix("hal: ")) from None

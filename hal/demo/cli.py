@@ -21,8 +21,7 @@ from hal.demo.meter import Meter
 from hal.demo.model import Llama
 from hal.demo.screen import Answer, Screen, benched, progress
 from hal.demo.weights import STAGES, WeightsMissing, load
-from hal.registry import _scope, _select, table
-from hal.registry._table import live
+from hal.registry import _scope, _select, current, table
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -142,8 +141,8 @@ def main(
 @contextmanager
 def _reference_for_what_lacks(console: Console) -> Iterator[None]:
     """Where the user names a backend that lacks some of the engine's ops, names reference for those, and says so."""
-    current, rows = live.current(), table()
-    levels = current.levels(None, _scope.texts())
+    in_force, rows = current(), table()
+    levels = in_force.levels(None, _scope.texts())
     named = {op: _select.decide(levels, op) for op in OPS}
 
     def lacks(op: str) -> bool:
@@ -153,10 +152,10 @@ def _reference_for_what_lacks(console: Console) -> Iterator[None]:
         backend, _, which = name.partition("/")
         if which or backend == "auto":
             return False
-        if backend == "reference" or not current.entries[backend].state(current.lane).ready:
+        if backend == "reference" or not in_force.entries[backend].state(in_force.lane).ready:
             return False  # not its ops are what lacks: the first call says what does
         # Those that a bare name takes, in the lane that runs.
-        impls = [i for i, _ in rows[op][backend] if not i.named and (not i.lanes or current.lane in i.lanes)]
+        impls = [i for i, _ in rows[op][backend] if not i.named and (not i.lanes or in_force.lane in i.lanes)]
         return not impls
 
     lacking = [op for op in OPS if lacks(op)]

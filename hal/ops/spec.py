@@ -216,13 +216,16 @@ class OpSpec:
         """Python source of an expression that is true where the dynamic sizes of a call disagree."""
         return _key.sizes_source(self.args, self.static, shape)
 
-    def check_call(self, values: Mapping[str, Any]) -> None:
+    def check_call(self, values: Mapping[str, Any]) -> Signature:
         """Every rule on metadata: types, dtypes, ranks, sizes, strides, devices, the op's own.
+
+        Returns:
+            `sign`'s result, which the check needs itself.
 
         Raises:
             ArgumentError: naming the first argument that breaks the contract.
         """
-        _checks.check_call(self, values)
+        return _checks.check_call(self, values)
 
     def check_untracked(self, name: str, t: Tensor) -> None:
         """Raises an `ArgumentError` where autograd would lose what it follows of `t`."""

@@ -1,8 +1,8 @@
-/* The warm path of hal/triton/launch.py without Python: from a call's arguments to cuLaunchKernelEx.
+/* The warm path of hal/triton/launch.py: from a call's arguments to cuLaunchKernelEx.
 
    Tensors are read through DLPack's exchange interface (torch 2.10 and later), by which a pointer, a dtype and a
    device cost no Python call. What this file doesn't know (a form not compiled yet, a hook, another context, an
-   argument of another kind) goes to `slow`, the Python path, which keeps every rule; this one only skips work. */
+   argument of another kind) goes to `slow`, Triton's own launch, which keeps every rule; this one only skips work. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
@@ -144,9 +144,9 @@ static int undisturbed(Launch *self) {
   if (!(quiet(s_enter, enter) && quiet(s_leave, leave) && off(runtime, s_debug) && off(compilation, s_instrumentation)
         && PyList_GET_SIZE(self->pre_run) == 0)) return 0;
   if (self->changed == Py_None) return 1;
-  PyObject *told = PyObject_CallOneArg(self->changed, self->globals);
-  int truth = told == NULL ? 1 : PyObject_IsTrue(told);
-  Py_XDECREF(told);
+  PyObject *answer = PyObject_CallOneArg(self->changed, self->globals);
+  int truth = answer == NULL ? 1 : PyObject_IsTrue(answer);
+  Py_XDECREF(answer);
   return truth == 0;
 }
 

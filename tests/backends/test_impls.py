@@ -11,8 +11,7 @@ from plugins import Plugins
 
 import hal
 from hal import conformance
-from hal.registry import Backend, Impl
-from hal.registry._table import live
+from hal.registry import Backend, Impl, current
 
 MANIFEST = """
 from hal.registry import Backend, Impl, hookimpl
@@ -200,7 +199,7 @@ def test_an_implementation_with_lanes_of_its_own(plugins: Plugins, monkeypatch: 
 def test_ours_are_named_only_and_absent_here() -> None:
     """The adapters: never by themselves; each says what would bring it."""
     for backend, impls in (("cuda", ("flashinfer",)), ("ascend", ("fused",))):
-        entry = live.current().entries[backend]
+        entry = current().entries[backend]
         for op in ("decode_attention", "extend_attention"):
             found = {i.name: i for i in entry.impls(op) if i.named}
             assert set(found) == set(impls)
@@ -212,7 +211,7 @@ def test_ours_are_named_only_and_absent_here() -> None:
                 assert impl.note == f"adapter: {run}"
     from hal.registry._discover import examined
 
-    needs = {i.name: i for i in live.current().entries["cuda"].impls("decode_attention")}
+    needs = {i.name: i for i in current().entries["cuda"].impls("decode_attention")}
     assert str(examined(needs["flashinfer"].requires, needs["flashinfer"].install, None)) == (
         'absent: needs flashinfer-python>=0.6 — pip install "flashinfer-python>=0.6"'
     )

@@ -13,8 +13,8 @@ import torch
 from hal import HalError, bench
 from hal.bench import cpu, cpu_engine
 from hal.ops import BUILTIN, get_spec
+from hal.registry import current
 from hal.registry._isolate import State
-from hal.registry._table import live
 
 
 def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_attention_is_timed_beside_torchs_own() -> None:
 
 def test_without_its_backend_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an environment without ``hal-kernels[cpu]``: before any table, not once for each."""
-    entry = live.current().entries["cpu"]
+    entry = current().entries["cpu"]
     state = State("absent", "needs numba>=0.62.1", 'pip install "hal-kernels[cpu]"')
     monkeypatch.setattr(type(entry), "state", lambda self, lane="device": state)
     with pytest.raises(HalError) as told:

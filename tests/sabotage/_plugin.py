@@ -14,7 +14,7 @@ for _fault in faults():
             return _fn(*args, **kwargs)  # type: ignore[operator]
 
         # The registry compares signatures; the suite sees the function that was declared.
-        _run.__signature__ = hal.registry._table.live.current().spec(_fault.op).signature  # type: ignore[attr-defined]
+        _run.__signature__ = hal.registry.current().spec(_fault.op).signature  # type: ignore[attr-defined]
         hal.register(
             _fault.op,
             backend=backend_of(_fault),
