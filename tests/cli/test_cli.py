@@ -14,7 +14,7 @@ import torch
 from plugins import Plugins, manifest
 
 import hal
-from hal import _doctor, cli
+from hal import _doctor, _tools, cli
 from hal._notation import parse_argument
 from hal.ops.spec import PoolSig, TensorSig
 
@@ -182,7 +182,7 @@ def test_our_own_missing_module_is_a_bug_not_an_extra(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("importlib.import_module", absent)
     with pytest.raises(ModuleNotFoundError):
-        cli._call("hal.demo.cli", "main", "hal demo", "demo")
+        _tools.run_part("hal.demo.cli", "main", "hal demo", "demo")
 
 
 def test_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_golden_outputs_are_replayed_after_a_judgement(
     from hal import golden
 
     def judged(code: int) -> None:
-        monkeypatch.setattr(cli, "_call", lambda *args, **kwargs: code)
+        monkeypatch.setattr(cli, "run_part", lambda *args, **kwargs: code)
 
     monkeypatch.setattr(golden, "CHOSEN", {"get_last_loc": golden.CHOSEN["get_last_loc"]})
     (file,) = golden.record(tmp_path, "reference", "cpu")
@@ -395,7 +395,7 @@ def test_golden_outputs_that_nothing_could_replay_neither_pass_nor_hide_a_failur
     count = len(golden.CHOSEN["get_last_loc"])
     hal.register("compute_positions", backend="other_op")(lambda prefix_lens, seq_lens, out: out)
     for judged, code in ((cli.OK, cli.NOTHING), (cli.NOTHING, cli.NOTHING), (cli.FAILED, cli.FAILED)):
-        monkeypatch.setattr(cli, "_call", lambda *args, judged=judged, **kwargs: judged)
+        monkeypatch.setattr(cli, "run_part", lambda *args, judged=judged, **kwargs: judged)
         assert run(monkeypatch, "conformance", "other_op", "--golden", str(tmp_path)) == code
         said = capsys.readouterr().out
         assert f"golden: 0 passed / 0 replayed / {count} recorded: {count} not run\n" in said
