@@ -402,25 +402,6 @@ def test_golden_outputs_that_nothing_could_replay_neither_pass_nor_hide_a_failur
         assert said.count("not run: unimplemented") == count
 
 
-def test_cost_tables_are_of_one_machine_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal import tune
-
-    names = ["One GPU", "Other GPU"]
-    monkeypatch.setattr(tune, "cache_dir", lambda: str(tmp_path / "new"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[i])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert tune.load("kv_transfer", 0) is None
-    file = tune.save("kv_transfer", 0, {"kernel": [[1.0, 2.0]]})
-    assert tune.load("kv_transfer", 0) == {"kernel": [[1.0, 2.0]]}
-    assert tune.load("kv_transfer", 1) is None
-    assert tune.load("kv_move", 0) is None
-    assert [*file.parent.iterdir()] == [file]
-    file.write_text("{")
-    assert tune.load("kv_transfer", 0) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.load("kv_transfer", 0) is None
-
-
 @pytest.mark.parametrize(
     ("prefix", "seq", "argument"),
     [
