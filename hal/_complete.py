@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+OTHER_TABLES = (
+    "dispatch",
+    "launcher",
+    "programmatic_launch",
+    "mla_decode_attention",
+    "extend_attention_hopper",
+    "decode_by_block_table",
+)
+"""Of ``hal bench``, beside those of ops."""
+
 
 def ops(incomplete: str) -> list[str]:
     from hal.ops import BUILTIN
@@ -12,8 +22,8 @@ def ops(incomplete: str) -> list[str]:
 
 
 def tables(incomplete: str) -> list[str]:
-    """Of ``hal bench``."""
-    return [*ops(incomplete), *_starting(("dispatch", "engine", "launcher"), incomplete)]
+    """Of ``hal bench``, on one device or the other."""
+    return [*ops(incomplete), *_starting(OTHER_TABLES, incomplete)]
 
 
 def backends(incomplete: str) -> list[str]:

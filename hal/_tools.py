@@ -1,18 +1,31 @@
-"""The tools that a backend brings itself: ``hal inspect``, ``hal tune``."""
+"""Parts of hal that need more than it: an extra, or a backend's own tools (``hal inspect``, ``hal tune``)."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any, TextIO
 
-from hal._errors import NoBackendError, SelectionError
-from hal.registry import current
-from hal.registry._discover import resolve
-from hal.registry._isolate import demand
+from hal._errors import HalError, NoBackendError, SelectionError
+
+
+def run_part(module: str, function: str, what: str, extra: str, *args: Any, **kwargs: Any) -> int:
+    """Calls a part of hal that needs an extra; without it, says which one."""
+    try:
+        fn = getattr(importlib.import_module(module), function)
+        return int(fn(*args, **kwargs))
+    except ModuleNotFoundError as e:
+        if e.name and e.name.split(".")[0] == "hal":
+            raise
+        raise HalError(f"hal: {what} needs {e.name} — pip install 'hal-kernels[{extra}]'") from None
 
 
 def manifest_rows(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
     """The rows of a backend's own tool, which its manifest names."""
+    from hal.registry import current
+    from hal.registry._discover import resolve
+    from hal.registry._isolate import demand
+
     table = current()
     table.parse(backend, "BACKEND={}")
     entry = table.entries.get(backend)

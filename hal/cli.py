@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from hal import _complete, _progress
 from hal._errors import ArgumentError, HalError, SelectionError
 from hal._output import check_folder, data_output, fit_terminal
 from hal._show import info_grids, info_head, info_notes
+from hal._tools import manifest_rows, run_part, show_rows
+from hal.bench.cli import app as bench
 
 app = typer.Typer(
     name="hal",
@@ -25,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench, name="bench")
 OK, FAILED, USAGE, NOTHING = 0, 1, 2, 3
 
 AsJson = Annotated[bool, typer.Option("--json", help="Plain data, for programs.")]
@@ -181,7 +184,7 @@ def demo(
     HAL_BACKEND picks the backend.
     """
     raise typer.Exit(
-        _call(
+        run_part(
             "hal.demo.cli", "main", "hal demo", "demo",
             prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights,
             check=check, bench=bench,
@@ -237,7 +240,7 @@ def conformance(
         raise SelectionError(f"hal: conformance: {backend!r}: expected one backend's name")
     if backend is not None:
         _load_only(backend, imports)
-    code = _call(
+    code = run_part(
         "hal.conformance", "main", "hal conformance", "conformance",
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
         timeout=timeout, jobs=jobs, seed=seed,
@@ -282,32 +285,6 @@ def new_backend(
 
 
 @app.command()
-def bench(
-    op: Annotated[
-        str | None,
-        typer.Argument(
-            help="An op, or another table of the device; none: all of them.", autocompletion=_complete.tables
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_complete.devices)] = "cpu",
-    as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="The roofline: a PNG (cpu; needs matplotlib) or an SVG (cuda).")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
-    quick: Annotated[
-        bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")
-    ] = False,
-) -> None:
-    """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
-    if save is not None:
-        check_folder("bench", "--save", save)
-    raise typer.Exit(
-        _call("hal.bench", "main", "hal bench", "cpu", op, device, as_json, _path(plot), _path(save), quick)
-    )
-
-
-@app.command()
 def inspect(
     backend: Annotated[
         str, typer.Argument(help="A backend, e.g. cuda or ascend.", autocompletion=_complete.backends)
@@ -318,8 +295,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """What kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
-    from hal._tools import manifest_rows, show_rows
-
     with data_output() if as_json else nullcontext(sys.stdout) as out:
         rows = manifest_rows(backend, "inspect", kernel)
         show_rows(rows, as_json, out)
@@ -334,22 +309,7 @@ def tune(
     ] = "cuda",
 ) -> None:
     """Measures this machine once and keeps the cost table that method='auto' reads."""
-    from hal._tools import manifest_rows, show_rows
-
     show_rows(manifest_rows(backend, "tune"), False, sys.stdout)
-
-
-def _call(module: str, function: str, what: str, extra: str, *args: Any, **kwargs: Any) -> int:
-    """Calls a part of hal that needs an extra; without it, says which one."""
-    from importlib import import_module
-
-    try:
-        fn = getattr(import_module(module), function)
-        return int(fn(*args, **kwargs))
-    except ModuleNotFoundError as e:
-        if e.name and e.name.split(".")[0] == "hal":
-            raise
-        raise HalError(f"hal: {what} needs {e.name} — pip install 'hal-kernels[{extra}]'") from None
 
 
 def _path(path: Path | None) -> str | None:

@@ -267,7 +267,7 @@ def tune() -> list[dict[str, Any]]:
     from hal import tune as tables
     from hal.backends.cuda import _staging
     from hal.backends.cuda.kv_transfer import kv_transfer
-    from hal.bench.cuda import wall_gbs
+    from hal.bench.timing import wall_gbs
     from hal.kv.pool import KVPool
 
     index = torch.cuda.current_device()

@@ -1,16 +1,8 @@
-"""The tables of ``hal bench --device cpu``.
-
-Rounds are interleaved: each runs every implementation in turn, in an order that rotates. Within a round, an
-implementation's time is the median of its calls. Shown are the median over rounds, the spread (half the range of
-the middle half, over the median), and ratios of the best calls: on a machine that others use too, a median says
-much of them, and the more the more threads an implementation waits for.
-"""
+"""The tables of ``hal bench --device cpu`` of the core ops and the host path. The others': `hal.bench.cpu_engine`."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,81 +11,16 @@ from torch import Tensor
 
 from hal import _host
 from hal.bench import OURS, Row
+from hal.bench.judge import check, check_transfer
+from hal.bench.timing import measure
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from hal.ops.proofs.judge import right_any
 
-OPS = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
-"""The ops with a table of their own; the others' are `hal.bench.cpu_engine`'s."""
 SIZES = (1, 32, 256, 1024, 4096)
 SHAPES = {
     "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
     "smollm2": {"q_heads": 9, "kv_heads": 3, "head_dim": 64},
 }
-LIMIT_S = 5.0
-"""After so long a case ends with fewer rounds, at least five: a busy machine must not make a bench of hours."""
-Calls = Mapping[str, Callable[[], Any]]
-
-
-def measure(calls: Calls, quick: bool = False, rounds: int = 15, slice_s: float = 0.02) -> Row:
-    """Microseconds of each call: ``wall_us``, ``best``, ``spread``, and ``ratios`` to `OURS`.
-
-    Args:
-        slice_s: about how long an implementation runs in a round, at least three calls.
-    """
-    names = list(calls)
-    count = {}
-    for name, call in calls.items():
-        call()
-        begin = time.perf_counter()
-        call()
-        count[name] = max(
-            3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin)))
-        )
-    times: dict[str, list[float]] = {name: [] for name in names}
-    best = dict.fromkeys(names, float("inf"))
-    end = time.perf_counter() + LIMIT_S
-    for r in range(3 if quick else rounds):
-        if r >= 5 and time.perf_counter() > end:
-            break
-        for name in names[r % len(names) :] + names[: r % len(names)]:
-            call, one = calls[name], []
-            for _ in range(count[name]):
-                begin = time.perf_counter()
-                call()
-                one.append((time.perf_counter() - begin) * 1e6)
-            times[name].append(statistics.median(one))
-            best[name] = min(best[name], *one)
-    row: Row = {
-        "wall_us": {n: statistics.median(t) for n, t in times.items()},
-        "best": best,
-        "spread": {n: _spread(t) for n, t in times.items()},
-    }
-    if OURS in times:
-        row["ratios"] = {n: row["best"][n] / row["best"][OURS] for n in names if n != OURS}
-    return row
-
-
-def _spread(t: list[float]) -> float:
-    low, _, high = statistics.quantiles(t, n=4)
-    return (high - low) / 2 / statistics.median(t)
-
-
-def check(
-    op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]
-) -> None:
-    """Raises unless `call` does what the contract says, to the last bit it allows."""
-    args, before = make(), make()
-    result = call(args)
-    for what, want in get_spec(op).oracle(before).items():
-        got = result if what == "return" else args[what]
-        pieces = [(getattr(got, h), w) for h, w in want.fields.items()] if want.fields else [(got, want)]
-        for tensor, one in pieces:
-            wrong = int((~right_any(tensor, one)).sum())
-            if wrong:
-                raise AssertionError(
-                    f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong"
-                )
 
 
 def _by_position(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
@@ -207,7 +134,7 @@ def _eager_rope(
     v_cache[slots] = v
 
 
-def _by_name(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
+def by_name(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
     return fn(**a)
 
 
@@ -235,7 +162,7 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
             return get_spec("rope_kv_write").make(**params)
 
         impls: dict[str, Callable[[dict[str, Any]], Any]] = {
-            OURS: partial(_by_name, ours), "reference": partial(_by_name, get_spec("rope_kv_write").reference),
+            OURS: partial(by_name, ours), "reference": partial(by_name, get_spec("rope_kv_write").reference),
         }  # fmt: skip
         if not fp8:
             impls["eager"] = partial(_plain, _eager_rope)
@@ -312,7 +239,7 @@ def kv_transfer(quick: bool = False) -> list[Row]:
             if not {"page_head", "page_first_direct"} & {a, b}:
                 calls["eager"] = partial(_eager_transfer, src, dst, there, here)
             for name in calls.keys() - {"memcpy"}:
-                _check_transfer(calls[name], src, dst, there, here)
+                check_transfer(name, calls[name], src, dst, there, here)
             got = measure(calls, quick, rounds=9)
             gbs = {n: nbytes / us / 1e3 for n, us in got.pop("wall_us").items()}
             case = {"op": "kv_transfer", "rows": kind, "from": a, "to": b, "page": page}
@@ -325,24 +252,6 @@ def _eager_transfer(src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> No
         for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
             if s is not None and d is not None:
                 d[here] = s[there]
-
-
-def _check_transfer(call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
-    def read(pool: KVPool, half: Tensor, slots: Tensor) -> Tensor:
-        paged = pool.layout in ("page_first_direct", "page_head")
-        at = half[slots // pool.page_size, slots % pool.page_size] if paged else half[slots]
-        return at.view(torch.int16)
-
-    for half in (dst.k, dst.v):
-        if isinstance(half, Tensor):
-            half.view(torch.int16).fill_(-1)
-    call()
-    for layer in (0, src.num_layers - 1):
-        for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
-            if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
-                raise AssertionError(
-                    f"kv_transfer: {src.layout} to {dst.layout}: wrong rows in layer {layer}"
-                )
 
 
 # --- the host path ----------------------------------------------------------------------------------
@@ -372,3 +281,12 @@ def dispatch(quick: bool = False) -> list[Row]:
         }
         rows.append({"op": f"dispatch {op}", **measure(calls, quick)})
     return rows
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {
+    "get_last_loc": get_last_loc,
+    "assign_extend_cache_locs": assign_extend_cache_locs,
+    "rope_kv_write": rope_kv_write,
+    "kv_transfer": kv_transfer,
+    "dispatch": dispatch,
+}

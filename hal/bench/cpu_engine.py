@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import _host
-from hal.bench import OURS, Row
-from hal.bench.cpu import SHAPES, _by_name, check, measure
+from hal.bench import OURS, Row, launcher
+from hal.bench.cpu import SHAPES, by_name
+from hal.bench.judge import check
+from hal.bench.timing import measure
 from hal.ops import get_spec
 
 _TABLE = {"requests": 512, "width": 8192, "longest": 64}
@@ -67,9 +68,9 @@ def engine(op: str, quick: bool = False) -> list[Row]:
     """
     size, sizes, shape = ENGINE[op]
     contract = get_spec(op)
-    ours = getattr(import_module(f"hal.backends.cpu.{op}"), op)
+    ours = launcher("cpu", op)
     impls: dict[str, Callable[[dict[str, Any]], Any]] = {
-        OURS: partial(_by_name, ours), "reference": partial(_by_name, contract.reference),
+        OURS: partial(by_name, ours), "reference": partial(by_name, contract.reference),
     }  # fmt: skip
     if op in _FUSED:
         impls["eager, fused"] = _FUSED[op]
@@ -91,3 +92,6 @@ def _steady(args: dict[str, Any]) -> dict[str, Any]:
     for weight in args.keys() & {"q_weight", "k_weight"}:
         args[weight].fill_(1)
     return args
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {op: partial(engine, op) for op in ENGINE}

@@ -42,6 +42,25 @@ def sglang(module: str) -> Any:
     return importlib.import_module(f"sglang.kernels.{module}")
 
 
+def flashinfer() -> Any:
+    """FlashInfer, or None where it can't be imported."""
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError:
+        return None
+
+
+def fa3() -> Callable[..., Any] | None:
+    """FlashAttention 3's ``flash_attn_with_kvcache``, its own or SGLang's, or None where neither can be imported."""
+    for name in ("flash_attn_interface", "sgl_kernel.flash_attn"):
+        try:
+            found: Callable[..., Any] = importlib.import_module(name).flash_attn_with_kvcache
+        except (ImportError, AttributeError, OSError):
+            continue
+        return found
+    return None
+
+
 def _stand_ins(root: Path) -> None:
     def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda f: f

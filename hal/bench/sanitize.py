@@ -1,7 +1,4 @@
-"""compute-sanitizer over the contract's samples; first a planted access past the end must be reported.
-
-Run on a GPU: ``python -m hal.bench.sanitize``. With ``--case``, runs in the child under the sanitizer.
-"""
+"""compute-sanitizer over the contract's samples; first a planted access past the end must be reported."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 
 KINDS = (
     "edge",
@@ -27,48 +23,30 @@ KINDS = (
 
 
 def child(what: str) -> None:
-    """Launch the planted error, or of the ops named those samples whose indices or shapes are awkward."""
-    import importlib
-    import inspect
-
+    """Launches the planted error, or of the ops named those samples whose indices or shapes are awkward."""
     import torch
 
     if what == "planted":
-        from hal.bench import _empty
+        from hal.bench.cuda import _empty
 
         _empty.past_the_end((1,), torch.zeros(64, device="cuda", dtype=torch.float32), 64, BLOCK=64)
         torch.cuda.synchronize()
         return
-    from hal import _host, ops
-    from hal.kv.pool import KVPool
+    from hal.bench.cuda.harness import ours
+    from hal.bench.judge import place
+    from hal.ops import get_spec
 
     count = 0
     for op in what.split(","):
-        launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
-        spec = ops.get_spec(op)
-        kinds = inspect.signature(spec.reference).parameters.values()
+        spec = get_spec(op)
         for sample in spec.samples:
             if sample.large or not any(k in sample.name for k in KINDS):
                 continue
-            args = spec.make(**sample.params)
-            for name, value in args.items():
-                if isinstance(value, torch.Tensor):
-                    raw = _host.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).cuda()
-                    args[name] = torch.empty(0, dtype=value.dtype, device="cuda").set_(
-                        raw.untyped_storage(), value.storage_offset(), value.shape, value.stride()
-                    )
-                elif isinstance(value, KVPool):
-                    halves: list[Any] = [
-                        None if h is None else [t.cuda() for t in h] if isinstance(h, tuple) else h.cuda()
-                        for h in (value.k, value.v)
-                    ]
-                    args[name] = KVPool(halves[0], halves[1], layout=value.layout, page_size=value.page_size)
+            memo: dict[int, torch.Tensor] = {}
+            args = {name: place(value, memo) for name, value in spec.make(**sample.params).items()}
             if op == "kv_transfer":
                 args["method"] = "kernel"
-            launcher(
-                *(args[p.name] for p in kinds if p.kind is not p.KEYWORD_ONLY),
-                **{p.name: args[p.name] for p in kinds if p.kind is p.KEYWORD_ONLY},
-            )
+            ours(op)(args)()
             torch.cuda.synchronize()
             count += 1
     print(f"samples launched: {count}")
@@ -77,16 +55,8 @@ def child(what: str) -> None:
 def run(tool: str, what: str) -> tuple[int, str]:
     """(errors that the sanitizer counted, its output)."""
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [
-        "compute-sanitizer",
-        "--tool",
-        tool,
-        sys.executable,
-        "-m",
-        "hal.bench.sanitize",
-        "--case",
-        what,
-    ]
+    program = "import sys; from hal.bench.sanitize import child; child(sys.argv[1])"
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-c", program, what]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     found = re.search(r"ERROR SUMMARY: (\d+) error", text)
@@ -95,9 +65,6 @@ def run(tool: str, what: str) -> tuple[int, str]:
 
 def main() -> int:
     """1 unless the planted error is seen and nothing else."""
-    if "--case" in sys.argv:
-        child(sys.argv[-1])
-        return 0
     from hal.backends.cuda import hal_backend
 
     planted, text = run("memcheck", "planted")
@@ -114,7 +81,3 @@ def main() -> int:
             print(text[-3000:])
             bad = 1
     return bad
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

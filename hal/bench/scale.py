@@ -1,12 +1,11 @@
 """When moving a prompt's KV beats computing it again: a model, and a simulation of 1,000 hosts that decode.
 
-``python -m hal.bench.scale`` prints the tables of docs/scale.md and runs the simulation; ``--plot FILE`` draws it, with
+``hal bench scale`` prints the tables of docs/scale.md and runs the simulation; ``--plot FILE`` draws it, with
 matplotlib. Nothing here is measured: `MEASURED` is what was, elsewhere, and what the model is made of.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
@@ -251,7 +250,7 @@ def _tokens(n: float) -> str:
     return "any" if n <= 0 else f"{n / 1e3:.0f}k" if n < 1e6 else f"{n / 1e6:.1f}M"
 
 
-def shown(rows: Iterable[dict[str, Any]]) -> str:
+def format_rows(rows: Iterable[dict[str, Any]]) -> str:
     """A line a link and policy; of requests with a prefix, the shares that found it, moved it, computed it again."""
     titles = f"{'GB moved':>10}{'here':>7}{'moved':>7}{'again':>7}"
     lines = [f"{'Gb/s':>5} {'policy':10}{'median s':>9}{'p99 s':>8}{'GPU s':>8}{titles}"]
@@ -287,20 +286,11 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hal.bench.scale", description=__doc__)
-    parser.add_argument("--requests", type=int, default=60_000)
-    parser.add_argument("--rate", type=float, default=1500.0, help="requests a second")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, help="draw the simulation; needs matplotlib")
-    args = parser.parse_args(arguments)
+def main(requests: int, rate: float, seed: int, file: Path | None) -> int:
+    """Prints the tables of docs/scale.md and the simulation; draws it into a file, where one is named."""
     print(table(), end="\n\n")
-    rows = simulate(count=args.requests, rate=args.rate, seed=args.seed)
-    print(shown(rows))
-    if args.plot:
-        plot(rows, args.plot)
+    rows = simulate(count=requests, rate=rate, seed=seed)
+    print(format_rows(rows))
+    if file is not None:
+        plot(rows, file)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

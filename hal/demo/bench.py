@@ -13,6 +13,7 @@ import torch
 import hal
 from hal.demo.engine import Engine
 from hal.demo.graphs import record_cuda
+from hal.demo.meter import sync
 from hal.demo.model import Llama
 from hal.kv.pool import KVPool
 
@@ -89,10 +90,10 @@ def _case(
     made: list[Tokens] = [[], []]
     for i in range(rounds + 1):
         for which in (0, 1) if i % 2 else (1, 0):
-            _sync(model.device)
+            sync(model.device)
             begin = time.perf_counter()
             made[which] = both[which]()
-            _sync(model.device)
+            sync(model.device)
             if i:
                 seconds[which].append(time.perf_counter() - begin)
         tell()
@@ -129,8 +130,3 @@ def generate(model: Any, prompts: Sequence[list[int]], new: int) -> Tokens:
         tokens, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return made[:, longest:].tolist()  # type: ignore[no-any-return]
-
-
-def _sync(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

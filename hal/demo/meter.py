@@ -57,10 +57,10 @@ class Meter:
             if self._capturing():
                 return function(*args, **kwargs)
             use = self._use(op, args, kwargs)
-            self._sync()
+            sync(self.device)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            self._sync()
+            sync(self.device)
             took = time.perf_counter() - start
             use.first = use.first if use.calls else took
             use.calls += 1
@@ -84,9 +84,11 @@ class Meter:
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _sync(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+
+def sync(device: torch.device) -> None:
+    """Waits for what an accelerator was given to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _kind(value: Any) -> Any:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from hal import HalError, bench
-from hal.bench import cpu, cpu_engine
+from hal import HalError, _complete, bench
+from hal.bench import cpu, cpu_engine, judge, plot, report, timing
+from hal.bench.cli import draw
 from hal.ops import BUILTIN, get_spec
 from hal.registry import current
 from hal.registry._isolate import State
 
 
 def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main("get_last_loc", json=True, quick=True, save=str(tmp_path)) == 0
+    assert bench.main(["get_last_loc"], json=True, quick=True, save=str(tmp_path)) == 0
     run = json.loads(capsys.readouterr().out)
     (file,) = tmp_path.glob("cpu-get_last_loc-*.json")
     assert json.loads(file.read_text()) == run
@@ -32,7 +33,7 @@ def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main("assign_extend_cache_locs", quick=True) == 0
+    assert bench.main(["assign_extend_cache_locs"], quick=True) == 0
     shown = capsys.readouterr().out
     assert "ragged to 64" in shown
     assert "vs eager, sliced" in shown
@@ -46,7 +47,7 @@ def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]
         "host_us": {"hal": 2.0, "peer": 5.0},
         "copy_gbs": {"hal": 30.0, "peer": 20.0},
     }
-    bench.show({"machine": bench.machine("cpu"), "quick": False, "rows": [row]})
+    report.show({"machine": report.machine("cpu"), "quick": False, "rows": [row]})
     shown = capsys.readouterr().out
     assert "an_op: host µs" in shown
     assert "2.50 x" in shown
@@ -56,35 +57,33 @@ def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("table", ["kv_transfer", "rope_kv_write", *cpu_engine.ENGINE, "dispatch"])
 def test_every_table_runs(table: str) -> None:
-    assert bench.main(table, quick=True, json=True) == 0
+    assert bench.main([table], quick=True, json=True) == 0
 
 
-@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), (None, "npu"), ("engine", "cpu")])
-def test_what_it_does_not_have(op: str | None, device: str) -> None:
+@pytest.mark.parametrize(("op", "device"), [("rope", "cpu"), ("kv_write", "npu"), ("engine", "cpu")])
+def test_what_it_does_not_have(op: str, device: str) -> None:
     with pytest.raises(HalError, match="hal: bench"):
-        bench.main(op, device=device)
+        bench.main([op], device=device)
 
 
 def test_a_wrong_output_is_never_timed() -> None:
     s = get_spec("get_last_loc")
     with pytest.raises(AssertionError, match="off by one"):
-        cpu.check("get_last_loc", "off by one", lambda a: s.reference(**a) + 1, s.make)
-    t = cpu.kv_transfer.__globals__["_pool"]("layer_first", 32, 1, 2, (2, 8), True)
-    u = cpu.kv_transfer.__globals__["_pool"]("page_first", 32, 1, 2, (2, 8), True)
+        judge.check("get_last_loc", "off by one", lambda a: s.reference(**a) + 1, s.make)
+    t = cpu._pool("layer_first", 32, 1, 2, (2, 8), True)
+    u = cpu._pool("page_first", 32, 1, 2, (2, 8), True)
     with pytest.raises(AssertionError, match="wrong rows"):
-        cpu._check_transfer(lambda: None, t, u, torch.arange(4), torch.arange(4))
+        judge.check_transfer("idle", lambda: None, t, u, torch.arange(4), torch.arange(4))
 
 
 def test_every_op_has_a_table() -> None:
-    assert {*bench._tables("cpu")} == {*BUILTIN, "dispatch"}
+    assert {*bench.tables_of("cpu")} == {*BUILTIN, "dispatch"}
 
 
-def test_every_op_has_a_table_on_a_gpu() -> None:
+def test_the_shell_knows_every_table() -> None:
     pytest.importorskip("triton")
-    tables = bench._tables("cuda")
-    # Nobody has a kernel to put beside it.
-    assert {*BUILTIN} <= {*tables}
-    assert {*tables} - {*BUILTIN} == {"launcher", "programmatic_launch", "mla_decode_attention"}
+    every = {*bench.tables_of("cpu"), *bench.tables_of("cuda")}
+    assert {*_complete.tables("")} == every
 
 
 def test_attention_is_timed_beside_torchs_own() -> None:
@@ -117,26 +116,30 @@ def test_without_its_backend_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatc
 def test_a_plot_is_refused_before_the_run(
     op: str | None, file: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "run_of", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(bench, "run_tables", lambda *_: pytest.fail("it ran"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "matplotlib" in why else object())
     (tmp_path / "no").touch()
     with pytest.raises(HalError, match=why):
-        bench.main(op, plot=str(tmp_path / file))
+        bench.main([op] if op else [], plot=str(tmp_path / file))
 
 
 def test_a_plot_says_what_it_is() -> None:
     from hal.bench.plot import title
 
-    run = {"machine": {"cpu": "A very long name of a processor, " * 3, "threads": 2}, "quick": True}
+    about = {"cpu": "A very long name of a processor, " * 3, "threads": 2, "device": "cpu"}
+    run = {"machine": about, "quick": True, "rows": [{"op": "rope_kv_write"}]}
     lines = title(run, 4.2).splitlines()
     assert lines[-1] == "quick: few rounds, no numbers to quote"
     assert all(len(line) <= 46 for line in lines)
     assert "quick" not in title({**run, "quick": False}, 4.2)
+    assert title({**run, "machine": {"device": "Some GPU"}}, 9).startswith(
+        "rope_kv_write on Some GPU, medians"
+    )
 
 
 def test_measure_tells_fast_from_slow() -> None:
     calls: dict[str, Any] = {"hal": lambda: None, "slow": lambda: time.sleep(0.002)}
-    row = cpu.measure(calls, quick=True)
+    row = timing.measure(calls, quick=True)
     assert row["best"]["slow"] >= 2000 > row["best"]["hal"]
     assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
 
@@ -148,42 +151,70 @@ def test_a_table_that_breaks_stops_no_other(
         raise OSError("lost")
 
     good = {"op": "an_op", "bs": 8, "host_us": {"peer": 5.0}, "failed": {"other": "wrong rows"}}
-    monkeypatch.setattr(bench, "_tables", lambda device: {"bad": broken, "good": lambda: [good]})
+    monkeypatch.setattr(bench, "tables_of", lambda device: {"bad": broken, "good": lambda quick: [good]})
     assert bench.main() == 1
     told = capsys.readouterr()
     assert "the table bad broke: OSError: lost" in told.out
     assert "an_op 8: other was not timed: wrong rows" in told.out
     assert "peer" in told.out
     assert "Traceback" in told.err
-    assert bench.main("good", json=True) == 0
+    assert bench.main(["good"], json=True) == 0
     good["failed"] = {"hal": "wrong rows"}
-    assert bench.main("good", json=True) == 1
+    assert bench.main(["good"], json=True) == 1
 
 
-def test_plot_of_a_gpu(tmp_path: Path) -> None:
-    row = {"op": "an_op", "tokens": 16, "device_gbs": {"hal": 9.0, "copy": 10.0}}
-    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row]}, str(tmp_path / "a.svg"))
-    assert "an_op, Some GPU: GB/s by tokens<" in (tmp_path / "a.svg").read_text()
-    bench.draw({"machine": {"device": "Some GPU"}, "rows": [row], "quick": True}, str(tmp_path / "a.svg"))
-    assert "GB/s by tokens (quick: no numbers to quote)<" in (tmp_path / "a.svg").read_text()
-
-
-def test_plot(tmp_path: Path) -> None:
-    rows = [
-        {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},
-         "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0), "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5}}
+def rows_of(device: str) -> list[bench.Row]:
+    if device == "cpu":
+        return [
+            {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},
+             "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0),
+             "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5}}
+            for t in (1, 16)
+        ]  # fmt: skip
+    return [
+        {
+            "op": "kv_write",
+            "tokens": t,
+            "cache": "bf16",
+            "device_gbs": {"hal": 9.0, "eager": 2.0, "copy": 10.0},
+        }
         for t in (1, 16)
-    ]  # fmt: skip
-    from hal.bench.plot import roofline
+    ]
 
-    run = {"machine": bench.machine("cpu"), "rows": rows}
+
+def test_panels_of_a_run() -> None:
+    assert plot._cpu_panels({"rows": rows_of("cpu")}) == {
+        "m, bf16": {"hal": [(1, 1.0), (16, 16.0)], "eager": [(1, 0.25), (16, 4.0)], "memcpy": [(1, 2.0), (16, 32.0)]}
+    }  # fmt: skip
+    assert plot._cpu_panels({"rows": rows_of("cpu")[:1]}) == {}
+    other = {"op": "rope_kv_write", "model": "llama3-70b", "tokens": 1, "device_gbs": {"hal": 1.0}}
+    assert plot._gpu_panels({"rows": [*rows_of("cuda"), other, {"op": "launch", "host_us": {"hal": 1.0}}]}) == {
+        "kv_write": {
+            "hal, bf16": [(1, 9.0), (16, 9.0)], "eager, bf16": [(1, 2.0), (16, 2.0)], "copy": [(1, 10.0), (16, 10.0)]
+        }
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "Some GPU"])
+def test_a_saved_run_is_drawn(device: str, tmp_path: Path) -> None:
+    run = {"machine": {**report.machine("cpu"), "device": device}, "rows": rows_of(device)}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(run))
+    picture = tmp_path / "a.svg"
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         with pytest.raises(HalError, match="hal-kernels"):
-            roofline(run, str(tmp_path / "a.png"))
+            draw(file, picture)
         return
-    roofline(run, str(tmp_path / "a.png"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(HalError, match="rope_kv_write"):
-        roofline({**run, "rows": []}, str(tmp_path / "b.png"))
+    draw(file, picture)
+    assert "<svg" in picture.read_text()
+    with pytest.raises(HalError, match="kv_write" if device != "cpu" else "rope_kv_write"):
+        plot.draw({**run, "rows": []}, str(picture))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "", '{"rows": []}'])
+def test_what_is_no_run_is_not_drawn(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(HalError, match=r"RUN: expected the JSON of a run"):
+        draw(tmp_path / "run.json", tmp_path / "a.png")

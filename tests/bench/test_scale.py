@@ -98,7 +98,7 @@ def test_an_empty_cluster_waits_for_nobody() -> None:
 
 
 def test_program_and_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert scale.main(["--requests", "300"]) == 0
+    assert scale.main(300, 1500.0, 0, None) == 0
     said = capsys.readouterr().out
     assert scale.table() in said
     head = re.search(r"^ Gb/s policy.*$", PAGE.read_text("utf-8"), re.M)

@@ -14,7 +14,7 @@ import torch
 from plugins import Plugins, manifest
 
 import hal
-from hal import _doctor, cli
+from hal import _doctor, _tools, cli
 from hal._notation import parse_argument
 from hal.ops.spec import PoolSig, TensorSig
 
@@ -182,7 +182,7 @@ def test_our_own_missing_module_is_a_bug_not_an_extra(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("importlib.import_module", absent)
     with pytest.raises(ModuleNotFoundError):
-        cli._call("hal.demo.cli", "main", "hal demo", "demo")
+        _tools.run_part("hal.demo.cli", "main", "hal demo", "demo")
 
 
 def test_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,25 +359,6 @@ def test_a_backend_that_can_not_run_here_is_not_judged(
         said = capsys.readouterr().err
         assert said.startswith(f"hal: conformance: {backend}: ")
         assert "Traceback" not in said
-
-
-def test_cost_tables_are_of_one_machine_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal import tune
-
-    names = ["One GPU", "Other GPU"]
-    monkeypatch.setattr(tune, "cache_dir", lambda: str(tmp_path / "new"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: names[i])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert tune.load("kv_transfer", 0) is None
-    file = tune.save("kv_transfer", 0, {"kernel": [[1.0, 2.0]]})
-    assert tune.load("kv_transfer", 0) == {"kernel": [[1.0, 2.0]]}
-    assert tune.load("kv_transfer", 1) is None
-    assert tune.load("kv_move", 0) is None
-    assert [*file.parent.iterdir()] == [file]
-    file.write_text("{")
-    assert tune.load("kv_transfer", 0) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.load("kv_transfer", 0) is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rich.console import Console
 import hal
 from hal import _complete, _doctor, _progress, bench, cli
 from hal._show import Grid, info_grids
+from hal.bench import report
 from hal.conformance import Report
 from hal.conformance._bar import teller
 from hal.conformance._result import FAILED, PASSED, Case, Result
@@ -72,7 +73,7 @@ def test_a_bench_of_a_long_op_is_whole_at_80_columns(
     monkeypatch.setattr("rich.console.Console.is_terminal", property(lambda self: True))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    bench.show({"machine": bench.machine("cpu"), "quick": False, "rows": [row]})
+    report.show({"machine": report.machine("cpu"), "quick": False, "rows": [row]})
     shown = capsys.readouterr().out
     assert "build_kv_indices_from_blocks" in shown
     assert "…" not in shown
@@ -171,7 +172,7 @@ class Noted(_progress.Bar):
 
 def test_a_bench_tells_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = Noted()
-    bench.run_of("cpu", {"one": lambda: [{"op": "one"}], "two": list}, True, bar)
+    bench.run_tables("cpu", {"one": lambda quick: [{"op": "one"}], "two": lambda quick: []}, True, bar)
     assert (bar.whole, bar.told) == (2, [(0, "one"), (1, "two")])
 
 

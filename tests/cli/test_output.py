@@ -16,6 +16,7 @@ from plugins import Plugins, manifest
 
 import hal
 from hal import cli
+from hal.bench import cli as bench_cli
 from hal.ops import get_spec
 
 ROOT = Path(hal.__file__).parents[1]
@@ -82,12 +83,12 @@ def test_what_plugins_print_is_not_in_the_json(plugins: Plugins, command: tuple[
 def test_bench_prints_data_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from hal import bench
 
-    def loud() -> list[dict[str, Any]]:
+    def loud(quick: bool) -> list[dict[str, Any]]:
         print("a plugin that is imported here")
         return [{"op": "loud", "case": "x", "call_us": {"hal": 1.0}}]
 
-    monkeypatch.setattr(bench, "_tables", lambda device: {"loud": loud})
-    assert bench.main("loud", json=True) == 0
+    monkeypatch.setattr(bench, "tables_of", lambda device: {"loud": loud})
+    assert bench.main(["loud"], json=True) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["rows"][0]["op"] == "loud"
     assert "a plugin that is imported here" in said.err
@@ -134,7 +135,8 @@ def test_a_folder_that_cannot_be_written_fails_before_the_run(
     command: tuple[str, ...], where: str,
 ) -> None:  # fmt: skip
     ran: list[object] = []
-    monkeypatch.setattr(cli, "_call", lambda *args, **kwargs: ran.append(args) or 0)
+    for module in (cli, bench_cli):
+        monkeypatch.setattr(module, "run_part", lambda *args, **kwargs: ran.append(args) or 0)
     (tmp_path / "file").write_text("")
     place = {
         "a file": tmp_path / "file",
@@ -221,7 +223,9 @@ def test_a_syntax_error_has_its_line(plugins: Plugins) -> None:
 
 def test_conformance_loads_the_judged_plugin_alone(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
-    monkeypatch.setattr(cli, "_call", lambda *args, **kwargs: seen.append(os.environ.get("HAL_PLUGINS")) or 0)
+    monkeypatch.setattr(
+        cli, "run_part", lambda *args, **kwargs: seen.append(os.environ.get("HAL_PLUGINS")) or 0
+    )
     plugins.add("acme", manifest("acme"))
     plugins.add("hangs", "raise SystemError('must not be imported')")
     monkeypatch.setenv("HAL_PLUGINS", "")

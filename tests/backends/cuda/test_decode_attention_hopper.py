@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hal.bench.mla import FORMS
+from hal.bench.cuda.mla import FORMS
 from hal.ops import get_spec
 
 pytest.importorskip("triton")
@@ -40,7 +40,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()))
 def test_right(form: dict[str, Any]) -> None:
     from hal.backends.cuda import decode_attention
-    from hal.bench.attention import verdict
+    from hal.bench.judge import verdict
 
     decode_attention._plans.clear()
     assert verdict("decode_attention", made(**form)) <= 1.0

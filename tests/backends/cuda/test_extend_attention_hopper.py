@@ -62,7 +62,7 @@ LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
 )
 def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import extend_attention
-    from hal.bench.attention import verdict
+    from hal.bench.judge import verdict
 
     extend_attention._plans.clear()
     assert verdict("extend_attention", made(head_dim, v_head_dim, **FORMS[form])) <= 1.0
@@ -74,7 +74,7 @@ def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> Non
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 def test_rows_of_many_requests_are_done_in_turns() -> None:
     """Ten requests of the same rows: more tiles than the grid was made for."""
-    from hal.bench.attention import verdict
+    from hal.bench.judge import verdict
 
     args = made()
     n, nnz = args["q"].shape[0], args["kv_indices"].shape[0]

