@@ -19,8 +19,7 @@ import torch
 from hal import _env
 from hal._devices import parse_device
 from hal._errors import ArgumentError, NoBackendError, SelectionError
-from hal.ops._key import KEY_NAMES, shape_name
-from hal.ops.spec import OpSpec, Signature
+from hal.ops.spec import KEY_NAMES, OpSpec, Signature, shape_name
 from hal.registry import _config, _scope, _select
 from hal.registry._discover import Entry, resolve
 from hal.registry._isolate import State, demand

@@ -23,13 +23,13 @@ from hal.ops._arguments import (
     describe,
     dims_of,
 )
-from hal.ops._signature import is_scale, place_name, stride_class, tensors_of
+from hal.ops._signature import Signature, is_scale, place_name, stride_class, tensors_of
 
 if TYPE_CHECKING:
     from hal.ops.spec import OpSpec
 
 
-def check_call(spec: OpSpec, values: Mapping[str, Any]) -> None:
+def check_call(spec: OpSpec, values: Mapping[str, Any]) -> Signature:
     """`OpSpec.check_call`."""
     dims: dict[str, tuple[int, str]] = {}
     if torch._C._is_tracing():
@@ -44,19 +44,19 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> None:
         for t in tensors_of(values[name]):
             _check_memory(spec.name, name, t)
         _check_one(spec.name, name, arg, values, dims)
-    device = spec.sign(values)
+    sig = spec.sign(values)
     if not any(isinstance(a, PoolArg) for a in spec.args.values()):
         for name, arg in spec.args.items():
             v = values[name]
             if (
                 isinstance(v, Tensor)
                 and isinstance(arg, TensorArg | ScaleArg)
-                and v.device.type != device.device
+                and v.device.type != sig.device
             ):
                 raise ArgumentError(
                     spec.name,
                     name,
-                    f"a tensor on {place_name((device.device, device.index))}, the call's device",
+                    f"a tensor on {place_name((sig.device, sig.index))}, the call's device",
                     f"one on {v.device}",
                 )
     for d in ROWS:
@@ -69,6 +69,7 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> None:
         spec.check(values, {d: size for d, (size, _) in dims.items()})
     if spec.check_sizes is not None:
         spec.check_sizes(*values.values())
+    return sig
 
 
 def _check_memory(op: str, name: str, t: Tensor) -> None:

@@ -31,6 +31,8 @@ from hal.ops._arguments import (
     describe,
     dims_of,
 )
+from hal.ops._key import KEY_NAMES as KEY_NAMES
+from hal.ops._key import shape_name as shape_name
 from hal.ops._signature import PoolSig, Signature, TensorSig
 
 if TYPE_CHECKING:
@@ -216,13 +218,16 @@ class OpSpec:
         """Python source of an expression that is true where the dynamic sizes of a call disagree."""
         return _key.sizes_source(self.args, self.static, shape)
 
-    def check_call(self, values: Mapping[str, Any]) -> None:
+    def check_call(self, values: Mapping[str, Any]) -> Signature:
         """Every rule on metadata: types, dtypes, ranks, sizes, strides, devices, the op's own.
+
+        Returns:
+            `sign`'s result, which the check needs itself.
 
         Raises:
             ArgumentError: naming the first argument that breaks the contract.
         """
-        _checks.check_call(self, values)
+        return _checks.check_call(self, values)
 
     def check_untracked(self, name: str, t: Tensor) -> None:
         """Raises an `ArgumentError` where autograd would lose what it follows of `t`."""
