@@ -23,7 +23,7 @@ from hal.ops._arguments import (
     describe,
     dims_of,
 )
-from hal.ops._signature import is_scale, place_name, stride_class, tensors_of
+from hal.ops._signature import Signature, is_scale, place_name, stride_class, tensors_of
 
 if TYPE_CHECKING:
     from hal.ops.spec import OpSpec, Signature

@@ -31,6 +31,8 @@ from hal.ops._arguments import (
     describe,
     dims_of,
 )
+from hal.ops._key import KEY_NAMES as KEY_NAMES
+from hal.ops._key import shape_name as shape_name
 from hal.ops._signature import PoolSig, Signature, TensorSig
 
 if TYPE_CHECKING:
