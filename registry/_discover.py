@@ -15,7 +15,7 @@ import pluggy
 from hal._env import did_you_mean
 from hal._errors import BackendError, SelectionError
 from hal._version import __version__
-from hal.registry._isolate import READY, State, ask, attempt, note, same_environment, watched
+from hal.registry._isolate import READY, State, ask, attempt, note, same_environment, watch
 from hal.registry._manifest import API, Backend, Hooks, Impl
 from hal.registry._points import BUILTIN, GROUP, RESERVED, Point, entry_points
 from hal.registry._requirements import DISTRIBUTION, excludes_hal, missing
@@ -82,7 +82,7 @@ class Entry:
             probe = probe.get(lane)
         elif lane != "device":
             probe = None
-        return examined(requires, extra, probe, self.name)
+        return examine(requires, extra, probe, self.name)
 
     def impl_state(self, impl: Impl, lane: str = "device") -> State:
         """The state of one implementation on a lane: the backend's, unless it needs more than that."""
@@ -92,7 +92,7 @@ class Entry:
         if impl.lanes and lane not in impl.lanes:
             return State("unavailable", f"it has no lane {lane}; it has {', '.join(impl.lanes)}")
         if (impl, lane) not in self._impl_states:
-            found = examined(impl.requires, impl.install, impl.probe, self.title(impl))
+            found = examine(impl.requires, impl.install, impl.probe, self.title(impl))
             self._impl_states[impl, lane] = found
         return self._impl_states[impl, lane]
 
@@ -112,7 +112,7 @@ class Entry:
                 return State("broken", said)
             return fn
 
-        with watched(f"importing {impl.fn}, of the backend {self.title(impl)}"):
+        with watch(f"importing {impl.fn}, of the backend {self.title(impl)}"):
             return attempt(f"importing {impl.fn}", imported)
 
     def failure(self, impl: Impl) -> State | None:
@@ -212,7 +212,7 @@ def _load(point: Point, managers: list[pluggy.PluginManager], others: str) -> tu
         for where, step in (
             ("its hooks", lambda: manager.register(plugin, name=who)),
             ("its hook hal_backend", lambda: backends.extend(_call_alone(manager, "hal_backend"))),
-            ("its hook hal_backend", lambda: entries.extend(_examined(b, origin, point) for b in backends)),
+            ("its hook hal_backend", lambda: entries.extend(_make_entry(b, origin, point) for b in backends)),
             ("its hook hal_ops", lambda: specs.extend(map(_op, _call_alone(manager, "hal_ops")))),
         ):
             failed = attempt(where, step)
@@ -231,7 +231,7 @@ def _load(point: Point, managers: list[pluggy.PluginManager], others: str) -> tu
     entries: list[Entry] = []
     specs: list[Any] = []
     remedy = f"HAL_PLUGINS={others} leaves it out"
-    with watched(f"loading the plugin {who}", remedy), same_environment(f"the plugin {who}"):
+    with watch(f"loading the plugin {who}", remedy), same_environment(f"the plugin {who}"):
         found = load()
     if isinstance(found, State):
         # Under its own name it would take a built-in backend down with it.
@@ -259,7 +259,7 @@ def _call_alone(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     return []
 
 
-def _examined(backend: Any, origin: str, point: Point) -> Entry:
+def _make_entry(backend: Any, origin: str, point: Point) -> Entry:
     if not isinstance(backend, Backend):
         raise TypeError(f"it returned {backend!r}; expected a hal.registry.Backend")
     # A copy: what the plugin does to its object afterwards changes nothing, nor does what a subclass overrides.
@@ -304,7 +304,7 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def examined(
+def examine(
     requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None, who: str = ""
 ) -> State:
     """The state that requirements and a probe say."""
@@ -314,7 +314,7 @@ def examined(
             return State("absent", lacking, install or f'pip install "{need}"')
     if probe is None:
         return READY
-    with watched(f"in the probe of {who}"):
+    with watch(f"in the probe of {who}"):
         said = ask("probe", lambda: resolve(probe)())
     if isinstance(said, State):
         return said

@@ -54,7 +54,7 @@ def dispatcher(op: str) -> Callable[..., Any]:
             spec.bind(**given, **unknown)  # raises, and says what was meant
         return _first(spec, given, backend, kind)
 
-    fn = _generate.dispatched(
+    fn = _generate.write_dispatcher(
         spec,
         _live=live,
         _scope=_scope.scope.get,
@@ -198,7 +198,7 @@ def bind(
             lacking[op] = NoBackendError(str(explanation))
             continue
         run = _select.settle(table, explanation, found, where.type).run
-        functions[op] = run if checks == "off" else _checked(spec, run, checks)
+        functions[op] = run if checks == "off" else _check_calls(spec, run, checks)
     return Bound(functions, lacking)
 
 
@@ -220,7 +220,7 @@ def _need(device: str | torch.device, what: str) -> None:
         )
 
 
-def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
+def _check_calls(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[..., Any]:
     """`run` behind the contract's checks: whole for a call of a new kind, else those that the dispatcher repeats."""
     full = checks == "full"
     seen: set[Any] = set()
@@ -233,7 +233,7 @@ def _checked(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable[...
         if kind is not None:
             seen.add(kind)
 
-    fn = _generate.checked(
+    fn = _generate.write_checked(
         spec, _run=run, _seen=seen, _first=first, _full=full, _check_values=_value_check(spec)
     )
     fn.__doc__ = spec.doc
@@ -268,10 +268,10 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> E
         values = spec.bind(*args, **kwargs)
         spec.check_call(values)
         sig = spec.sign(values)
-    told = _select.explain(table, spec, sig, table.levels(backend, _scope.texts()))[0]
-    if told.chosen is not None and table.lane == "device":
+    explanation = _select.explain(table, spec, sig, table.levels(backend, _scope.texts()))[0]
+    if explanation.chosen is not None and table.lane == "device":
         _need(sig.device, f"explain({op!r})")
-    return told
+    return explanation
 
 
 def warmup(

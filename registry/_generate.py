@@ -67,12 +67,12 @@ def define(source: str, name: str, what: str, **names: Any) -> Callable[..., Any
     return fn
 
 
-def dispatched(spec: OpSpec, **names: Any) -> Callable[..., Any]:
+def write_dispatcher(spec: OpSpec, **names: Any) -> Callable[..., Any]:
     """The dispatched function of an op: the lean key of the call, a lookup, the checks that the key leaves."""
     return define(_DISPATCHED.format_map(_parts(spec)), spec.name, "dispatch", **names, **_checks(spec))
 
 
-def checked(spec: OpSpec, **names: Any) -> Callable[..., Any]:
+def write_checked(spec: OpSpec, **names: Any) -> Callable[..., Any]:
     """A function of one backend behind the same checks."""
     return define(_CHECKED.format_map(_parts(spec)), spec.name, "checks", **names, **_checks(spec))
 

@@ -37,9 +37,16 @@ def info(kernels: bool = False) -> Info:
     backends = []
     for name, entry in table.entries.items():
         lanes = {lane: _state(entry.state(lane)) for lane in entry.lanes} or {"device": _state(entry.state())}
-        backends.append({"name": name, "origin": entry.origin, "distribution": entry.distribution, "lanes": lanes,
-                         "limits": dict(entry.manifest.limits) if entry.manifest else {},
-                         "status": _status(entry)})  # fmt: skip
+        backends.append(
+            {
+                "name": name,
+                "origin": entry.origin,
+                "distribution": entry.distribution,
+                "lanes": lanes,
+                "limits": dict(entry.manifest.limits) if entry.manifest else {},
+                "status": _status(entry),
+            }
+        )
     rows: dict[str, dict[str, Any]] = {}
     failures: list[dict[str, str]] = []
     for op in table.op_names:
@@ -80,10 +87,10 @@ def _cell(entry: Entry, impl: Impl, failed: State | None) -> str:
 
 def _status(entry: Entry) -> dict[str, str]:
     """What a ready backend says of itself; an exception is what it says then."""
-    told = entry.manifest.status if entry.manifest else None
-    if told is None or not any(entry.state(lane).ready for lane in entry.lanes):
+    status = entry.manifest.status if entry.manifest else None
+    if status is None or not any(entry.state(lane).ready for lane in entry.lanes):
         return {}
-    said = attempt("asking for it", lambda: {str(k): str(v) for k, v in resolve(told)().items()})
+    said = attempt("asking for it", lambda: {str(k): str(v) for k, v in resolve(status)().items()})
     return {"status": said.reason} if isinstance(said, State) else said
 
 

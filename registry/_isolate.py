@@ -25,16 +25,16 @@ from hal._errors import BackendError, HalError
 
 T = TypeVar("T")
 
-STATES = ("ready", "absent", "incompatible", "unavailable", "broken")
 PATIENCE = 10.0
-"""Seconds after which `watched` says who is still at work."""
+"""Seconds after which `watch` says who is still at work."""
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _OURS = str(Path(__file__).resolve().parent)
 
 
 @dataclass(frozen=True)
 class State:
-    """``state`` is one of `STATES` (of an op: also ``unimplemented``); the rest says why, and what would help."""
+    """``state``: ``ready``, ``absent``, ``incompatible``, ``unavailable`` or ``broken``, of an op also
+    ``unimplemented``; the rest says why, and what would help."""
 
     state: str
     reason: str = ""
@@ -66,7 +66,7 @@ def attempt(where: str, call: Callable[[], T]) -> T | State:
     Raises:
         BaseException: one that a signal handler raised, which is nobody's fault.
     """
-    got, error = _caught(call)
+    got, error = _catch(call)
     return got if error is None else broken(where, error)
 
 
@@ -80,7 +80,7 @@ def demand(what: str, call: Callable[[], T]) -> T:
         BackendError: whatever it raised that is no error of hal's.
         BaseException: one that a signal handler raised.
     """
-    got, error = _caught(call)
+    got, error = _catch(call)
     if error is None:
         return got
     if isinstance(error, HalError):
@@ -88,7 +88,7 @@ def demand(what: str, call: Callable[[], T]) -> T:
     raise BackendError(f"hal: {broken(what, error).reason}") from error
 
 
-def _caught(call: Callable[[], T]) -> tuple[T, None] | tuple[Any, BaseException]:
+def _catch(call: Callable[[], T]) -> tuple[T, None] | tuple[Any, BaseException]:
     outer, handlers = sys.exception(), _handlers()
     try:
         return call(), None
@@ -215,7 +215,7 @@ def _raises(tb: TracebackType) -> bool:
 
 
 @contextmanager
-def watched(what: str, remedy: str = "") -> Iterator[None]:
+def watch(what: str, remedy: str = "") -> Iterator[None]:
     """Says on stderr, after `PATIENCE` seconds, who is still at work: a plugin that hangs must not do so in silence.
 
     Args:

@@ -65,14 +65,14 @@ def _distributions() -> Iterator[metadata.Distribution]:
         find = getattr(finder, "find_distributions", None)
         if find is None:
             continue
-        found = attempt("find_distributions", partial(_listed, find))
+        found = attempt("find_distributions", partial(_list, find))
         if isinstance(found, State):
             note(f"hal: {type(finder).__name__} finds no plugins: {found.reason}")
         else:
             yield from found
 
 
-def _listed(find: Callable[..., Any]) -> list[metadata.Distribution]:
+def _list(find: Callable[..., Any]) -> list[metadata.Distribution]:
     return list(find(metadata.DistributionFinder.Context()))
 
 

@@ -192,24 +192,26 @@ def select(table: Table, spec: OpSpec, sig: Signature, choices: Sequence[Choice]
     return settle(table, *explain(table, spec, sig, choices, others=False), sig.device)
 
 
-def settle(table: Table, told: Explanation, selection: Selection | None, device: str) -> Selection:
+def settle(table: Table, explanation: Explanation, selection: Selection | None, device: str) -> Selection:
     """What `explain` found, in force: tells the observers, warns of a downgrade, counts the calls.
 
     Raises:
         NoBackendError: it found nothing; the message says why of each.
     """
-    for v in told.verdicts:
+    for v in explanation.verdicts:
         if v.state == "rejected":
-            table.observers.tell("hal_on_reject", op=told.op, backend=v.name, reason=v.reason)
+            table.observers.tell("hal_on_reject", op=explanation.op, backend=v.name, reason=v.reason)
     if selection is None:
-        raise NoBackendError(str(told))
-    _report_downgrades(table, told)
-    assert told.chosen is not None
-    table.observers.tell("hal_on_bind", op=told.op, backend=told.chosen.name, lane=told.chosen.lane)
+        raise NoBackendError(str(explanation))
+    _report_downgrades(table, explanation)
+    assert explanation.chosen is not None
+    table.observers.tell(
+        "hal_on_bind", op=explanation.op, backend=explanation.chosen.name, lane=explanation.chosen.lane
+    )
     if not table.trace:
         return selection
-    lane = "" if told.chosen.lane == "device" else f" ({told.chosen.lane})"
-    run = _trace.counted(selection.run, told.op, told.chosen.name + lane, device, table.trace)
+    lane = "" if explanation.chosen.lane == "device" else f" ({explanation.chosen.lane})"
+    run = _trace.counted(selection.run, explanation.op, explanation.chosen.name + lane, device, table.trace)
     return replace(selection, run=run)
 
 
@@ -224,34 +226,36 @@ def capturing(device: str) -> bool:
     return capturing is not None and bool(capturing())
 
 
-def _report_downgrades(table: Table, told: Explanation) -> None:
+def _report_downgrades(table: Table, explanation: Explanation) -> None:
     """Warns, once each, of what was passed over on the way; with ``fallback="error"`` it raises instead.
 
     A chain is the user's own order: a refusal in it is no downgrade, a backend that broke is.
     """
-    assert told.chosen is not None
+    assert explanation.chosen is not None
     # What stands behind the chosen one would not have been asked.
-    before = told.verdicts[: told.verdicts.index(told.chosen)]
-    if told.strict:
-        mine = told.chosen.name.partition("/")[0]
+    before = explanation.verdicts[: explanation.verdicts.index(explanation.chosen)]
+    if explanation.strict:
+        mine = explanation.chosen.name.partition("/")[0]
         passed = [v for v in before if v.state == "broken" and v.name.partition("/")[0] != mine]
     else:
         passed = [v for v in before if v.state in ("rejected", "broken")]
-    at_reference = told.chosen.name == "reference" and not told.strict
+    at_reference = explanation.chosen.name == "reference" and not explanation.strict
     if at_reference and not passed:
         passed = list(before[:1])
     if not passed and not at_reference:
         return
     if table.fallback == "error":
-        raise NoBackendError(f"{told}\n  HAL_FALLBACK=error forbids going on with {told.chosen.name}.")
+        raise NoBackendError(
+            f"{explanation}\n  HAL_FALLBACK=error forbids going on with {explanation.chosen.name}."
+        )
     for v in passed or [Verdict("(none)", "device", "absent", "no backend for this device")]:
-        table.observers.tell("hal_on_fallback", op=told.op, backend=v.name, reason=v.reason)
-        key = (told.op, v.name, v.reason, told.chosen.name)
+        table.observers.tell("hal_on_fallback", op=explanation.op, backend=v.name, reason=v.reason)
+        key = (explanation.op, v.name, v.reason, explanation.chosen.name)
         if key not in table.warned:
             table.warned.add(key)
             remedy = f" — {v.remedy}" if v.remedy else ""
             warnings.warn(
-                f"hal: {told.op} runs on {told.chosen.name}: {v.name} {v.state}: {v.reason}{remedy}",
+                f"hal: {explanation.op} runs on {explanation.chosen.name}: {v.name} {v.state}: {v.reason}{remedy}",
                 FallbackWarning,
                 stacklevel=_outside(),
             )

@@ -253,9 +253,16 @@ class _Use(ContextDecorator):
 
 
 def register(
-    op: str, *, backend: str, devices: Sequence[str] = ("cpu",), supports: Callable[..., Any] | None = None,
-    name: str = "", priority: int = 0, graph_safe: bool = False, deterministic: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    op: str,
+    *,
+    backend: str,
+    devices: Sequence[str] = ("cpu",),
+    supports: Callable[..., Any] | None = None,
+    name: str = "",
+    priority: int = 0,
+    graph_safe: bool = False,
+    deterministic: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as `backend`'s implementation of `op`, for notebooks and tests. Returns a decorator.
 
     Args:

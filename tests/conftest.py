@@ -11,11 +11,11 @@ import pytest
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """hal as in a process that has just started, in an environment without HAL_*; as it was, afterwards."""
-    from plugins import Kept
+    from plugins import Snapshot
 
-    kept = Kept(monkeypatch)
+    before = Snapshot(monkeypatch)
     yield
-    kept.restore(tmp_path)
+    before.restore(tmp_path)
 
 
 @pytest.fixture

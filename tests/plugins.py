@@ -1,14 +1,23 @@
-"""Stand-in plugins: distributions with entry points, written to a folder that is put on ``sys.path``."""
+"""Stand-in plugins: distributions with entry points, written to a folder that is put on ``sys.path``; and the one call
+that tests of the registry make."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import hal
+from hal.registry import current
+from hal.registry._discover import Entry
 from hal.registry._table import Live, live
+
+TABLE = torch.tensor([[7, 8]], dtype=torch.int32)
+ZERO, TWO = torch.tensor([0]), torch.tensor([2])
+KERNEL = "def get_last_loc(req_to_token, req_pool_indices, prefix_lens): return prefix_lens\n"
 
 MANIFEST = """
 from hal.registry import Backend, Impl, hookimpl
@@ -23,6 +32,32 @@ import torch
 def get_last_loc(req_to_token, req_pool_indices, prefix_lens):
     return torch.full_like(prefix_lens, {value})
 """
+
+
+def last(backend: str | None = None, width: torch.dtype = torch.int64) -> int:
+    """get_last_loc of a table whose answer is 8; the stand-ins answer with numbers of their own."""
+    return int(hal.get_last_loc(TABLE, ZERO, TWO.to(width), backend=backend)[0])
+
+
+def constant(value: int) -> Any:
+    """A get_last_loc that answers `value`."""
+
+    def fn(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+        return torch.full_like(prefix_lens, value)
+
+    return fn
+
+
+def entry(name: str) -> Entry:
+    return current().entries[name]
+
+
+def others_work() -> bool:
+    """Of the host's own, and of the plugin `good`."""
+    assert last("good") == 7
+    assert last("reference") == 8
+    assert entry("cpu").fault is None
+    return True
 
 
 def manifest(plugin: str, /, **fields: str) -> str:
@@ -62,7 +97,12 @@ class Plugins:
         hal.reload()
 
 
-class Kept:
+def forget_table() -> None:
+    """As before anybody needed the table."""
+    live.table = None
+
+
+class Snapshot:
     """hal's process-wide state, put back on leaving; modules that came meanwhile are forgotten."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

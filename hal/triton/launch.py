@@ -102,7 +102,7 @@ class Kernel:
         self.jit = jit(fn, do_not_specialize=list(do_not_specialize))
         self.name = fn.__name__
         if hasattr(self.jit, "_do_compile"):
-            self.jit._do_compile = self._refusing_capture(self.jit._do_compile)
+            self.jit._do_compile = self._refuse_in_capture(self.jit._do_compile)
         self.fn = fn
         self.params = _params(fn, do_not_specialize)
         self._bound: dict[Any, Launch] = {}
@@ -121,7 +121,7 @@ class Kernel:
             launch = self._bound.setdefault(key, Launch(self, static))
         return launch
 
-    def _refusing_capture(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+    def _refuse_in_capture(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         """Triton's compilation, except while a graph is captured."""
 
         def refusing(*args: Any, **kwargs: Any) -> Any:

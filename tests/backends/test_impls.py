@@ -209,10 +209,10 @@ def test_ours_are_named_only_and_absent_here() -> None:
                 assert not impl.graph_safe
                 run = {"flashinfer": "run on an H200, FlashInfer 0.6.3"}.get(impl.name, "not run on a device")
                 assert impl.note == f"adapter: {run}"
-    from hal.registry._discover import examined
+    from hal.registry._discover import examine
 
     needs = {i.name: i for i in current().entries["cuda"].impls("decode_attention")}
-    assert str(examined(needs["flashinfer"].requires, needs["flashinfer"].install, None)) == (
+    assert str(examine(needs["flashinfer"].requires, needs["flashinfer"].install, None)) == (
         'absent: needs flashinfer-python>=0.6 — pip install "flashinfer-python>=0.6"'
     )
 
