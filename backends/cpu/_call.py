@@ -20,12 +20,3 @@ def need_cpu(op: str, *tensors: Tensor | None) -> None:
     for t in tensors:
         if t is not None and not t.is_cpu:
             raise ArgumentError(op, "backend", "CPU tensors, for backend 'cpu'", f"a tensor on {t.device}")
-
-
-def rejected(device: str) -> str | None:
-    """What every op's `supports` says of a call on `device`."""
-    return (
-        None
-        if device == "cpu"
-        else f"device: tensors on {device}; these kernels read host memory, and copy nothing"
-    )

@@ -7,13 +7,12 @@ query heads that share a key/value head are the rows of one small matrix, so a c
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _online, _pool
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 
 kernel = _online.kernel
 
@@ -76,7 +75,3 @@ def decode_attention(
             if lse is not None:
                 lse[i] = sums.reshape(heads)
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -7,13 +7,12 @@ needs no mask; any other goes in blocks of tokens, each over the keys up to its 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _online, _pool
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 
 kernel = _online.kernel
 
@@ -115,7 +114,3 @@ def extend_attention(
                 if lse is not None:
                     lse[t:end] = sums.transpose(0, 1)
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

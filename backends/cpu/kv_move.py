@@ -8,13 +8,12 @@ two batches.
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal.backends.cpu._bits import load, move, take, view
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel
 from hal.backends.cpu._pool import run
@@ -70,7 +69,3 @@ def kv_move(
                         p.chunk_stride, p.chunk_bytes, workspace.data_ptr(), back,
                     ),
                 )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

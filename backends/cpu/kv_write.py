@@ -6,12 +6,10 @@ but the last. A slot is compared in int64 before an address is made of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.cpu._bits import shift, take
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
@@ -70,7 +68,3 @@ def kv_write(
             *index(slots), k_cache.shape[0] * page, page, *_cache(k_cache, k_scale), *_cache(v_cache, v_scale),
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -6,11 +6,9 @@ starting lora_dim elements into each row.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
 from hal.backends.cpu.kv_write import kernel
@@ -48,7 +46,3 @@ def mla_kv_write(
             *index(slots), num_slots, page, *to_rope, *to_lora,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

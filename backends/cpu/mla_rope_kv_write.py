@@ -5,12 +5,10 @@ It is `rope_kv_write` with one head of k: the rope part is k, the latent part v,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
 from hal.backends.cpu.mla_kv_write import joint
@@ -44,7 +42,3 @@ def mla_rope_kv_write(
             page, *to_rope, *to_lora, interleaved, write_k,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

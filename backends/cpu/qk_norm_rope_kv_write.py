@@ -32,7 +32,7 @@ from hal.backends.cpu._bits import (
     types,
     view,
 )
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
@@ -199,7 +199,3 @@ def qk_norm_rope_kv_write(
             *index(positions), *slot_args, *k_to, *v_to, interleaved, write_k,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

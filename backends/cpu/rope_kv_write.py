@@ -33,7 +33,7 @@ from hal.backends.cpu._bits import (
     types,
     view,
 )
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 
@@ -358,7 +358,3 @@ def _cache(cache: Tensor, scale: float | Tensor | None) -> tuple[int, int, int, 
     page, token, head = (st[0], st[1], st[2]) if len(st) == 4 else (st[0], 0, st[1])
     factor = 1.0 if scale is None else float(scale)
     return cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, factor
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -135,7 +135,3 @@ def alloc_extend(
         log,
     )
     return total
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

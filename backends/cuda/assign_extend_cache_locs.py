@@ -204,8 +204,3 @@ def assign_extend_cache_locs(
         size, parts,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None

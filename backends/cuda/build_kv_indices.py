@@ -103,7 +103,3 @@ def build_kv_indices(
         bs, rows, width, req_to_token.stride(0), size, each, log,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

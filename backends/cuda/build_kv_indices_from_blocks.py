@@ -114,7 +114,3 @@ def build_kv_indices_from_blocks(
         bs, block_table.shape[1], block_table.stride(0), size, keep, each, log,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

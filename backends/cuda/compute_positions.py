@@ -76,7 +76,3 @@ def compute_positions(
         programs, group, each, log = grid(bs, size, device, TILES)
         _launches[device, group].start(programs, prefix_lens, seq_lens, out, indptr, bs, size, each, log)
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -53,8 +53,3 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
             req_to_token, req_pool_indices, prefix_lens, out, bs, rows, width, req_to_token.stride(0),
         )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None

@@ -146,8 +146,3 @@ def kv_move(
                     grid, src_slots, dst_slots, g.bases, workspace, n, rows, unit, first, count, pool.num_layers,
                     pool.num_slots, *g.strides,
                 )  # fmt: skip
-
-
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None

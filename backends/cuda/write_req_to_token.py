@@ -85,7 +85,3 @@ def write_req_to_token(
         programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
         bs, rows, width, req_to_token.stride(0), size, each, log,
     )  # fmt: skip
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -59,7 +59,8 @@ def run(op: str, args: dict[str, Any]) -> Any:
 def test_sample(op: str, sample: Any) -> None:
     contract = get_spec(op)
     args = contract.make(seed=3, **sample.params)
-    why = import_module(f"hal.backends.ascend.{op}").supports(contract.sign(args))
+    supports = getattr(import_module(f"hal.backends.ascend.{op}"), "supports", None)
+    why = supports(contract.sign(args)) if supports else None
     if why is not None:
         assert sample.tag != "required", why
         assert why.split(":")[0] in ("fp8", "head_dim", "device_slots")
