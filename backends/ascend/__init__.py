@@ -1,6 +1,6 @@
 """The manifest of `ascend`: Triton-Ascend kernels. Data alone; nothing here imports torch or triton."""
 
-from hal.backends._manifest import OTHERS, kernels
+from hal.backends import OTHERS, kernels
 from hal.registry import Backend, hookimpl
 
 _TRITON = "triton-ascend>=3.2,<3.3"

@@ -1,6 +1,6 @@
 """The manifest of `cpu`: numba kernels, on a small pool of threads. Data alone; nothing here imports torch or numba."""
 
-from hal.backends._manifest import kernels
+from hal.backends import kernels
 from hal.registry import Backend, hookimpl
 
 

@@ -1,6 +1,6 @@
 """The manifest of `cuda`: Triton kernels. Data alone; nothing here imports torch or triton."""
 
-from hal.backends._manifest import OTHERS, kernels
+from hal.backends import OTHERS, kernels
 from hal.registry import Backend, Impl, hookimpl
 
 _ALL_TAKEN = ("write_req_to_token", "kv_move")
