@@ -12,11 +12,12 @@ from array import array
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.backends.cpu._bits import load, move, take, view
+from hal.backends.cpu._bits import load, move, view
 from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take
 from hal.kv.pool import KVPool
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, int64
 
 from hal._errors import ArgumentError
 from hal.backends.cpu._bits import LINE, cast, fence, load, move, stream_line, view
-from hal.backends.cpu._bits import take as next_turn
 from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take as next_turn
 from hal.kv.pool import KVPool, Plane
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
-from hal.backends.cpu.mla_kv_write import joint
+from hal.backends.cpu.mla_kv_write import places
 from hal.backends.cpu.rope_kv_write import kernel
 
 
@@ -32,7 +32,7 @@ def mla_rope_kv_write(
     n, q_heads, rope = q_rope.shape
     lora = kv_lora.shape[-1]
     max_positions, rotary = cos_sin_cache.shape
-    num_slots, page, to_rope, to_lora = joint(kv_cache, lora, kv_scale)
+    num_slots, page, to_rope, to_lora = places(kv_cache, lora, kv_scale)
     run(
         kernel, (FORMAT[q_rope.dtype],), n, 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora),
         (

@@ -29,12 +29,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _attention
 from hal.backends.cuda import decode_attention as by_slots
 from hal.backends.cuda._attention import entry, logits, step, tile
 from hal.backends.cuda._split import chunk_of, seek
 from hal.backends.cuda.build_kv_indices_from_blocks import build_kv_indices_from_blocks
 from hal.bench import cuda
+from hal.kv.view import copy_unit
 from hal.triton import launch
 
 Row = dict[str, Any]
@@ -213,7 +213,7 @@ def decode_by_blocks(
     )
     kept = run.static
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *out.stride()[:2])
-    unit = _attention.unit_of(strides)
+    unit = copy_unit(strides)
     names = ("Q_HEADS", "GROUP", "BLOCKS", "M", "N", "D", "STAGES", "SHORTEST", "BLOCK", "FEW", "PDL")
     mine = decode_by_blocks_kernel.bind(
         PAGE=k_cache.shape[1], BY_PAGE=by_page, UNIT=unit, **{n: kept[n] for n in (*names, "num_warps", "launch_pdl")}

@@ -198,5 +198,5 @@ def runs(
         total, device=device, dtype=torch.int64
     )
     listing = Listing(slots[at].to(torch.int32), begin, keys, lengths.tolist())
-    owned = None if bool(owned.all()) else owned.to(device)
-    return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, owned)
+    some = None if bool(owned.all()) else owned.to(device)
+    return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, some)
