@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     )
     from hal._torch_ops import torch_ops
     from hal._trace import trace
+    from hal.kv.allocator import SlotAllocator
     from hal.kv.paging import num_new_pages
-    from hal.kv.pool import KVPool, SlotAllocator
+    from hal.kv.pool import KVPool
     from hal.registry._dispatch import bind, explain, warmup
     from hal.registry._info import info
     from hal.registry._table import configure, register, reload, unregister, use
@@ -56,7 +57,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {
-    "KVPool": "hal.kv.pool", "SlotAllocator": "hal.kv.pool", "num_new_pages": "hal.kv.paging",
+    "KVPool": "hal.kv.pool", "SlotAllocator": "hal.kv.allocator", "num_new_pages": "hal.kv.paging",
     "torch_ops": "hal._torch_ops", "trace": "hal._trace",
     "bind": "hal.registry._dispatch", "explain": "hal.registry._dispatch", "info": "hal.registry._info",
     "warmup": "hal.registry._dispatch",

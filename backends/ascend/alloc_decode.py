@@ -74,8 +74,3 @@ def alloc_decode(
         BLOCK=BLOCK, WORDS=out.element_size() // 4,
     )  # fmt: skip
     return result
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -96,8 +96,3 @@ def alloc_extend(
         BLOCK=min(1024, max(64, pow2(page_size))), WORDS=out.element_size() // 4,
     )  # fmt: skip
     return result
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -82,8 +82,3 @@ def assign_extend_cache_locs(
         BLOCK=BLOCK, WORDS=out.element_size() // 4,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -107,8 +107,3 @@ def build_kv_indices_from_blocks(
         BLOCK=block, WORDS=out.element_size() // 4, SUMS=kv_indptr.element_size() // 4,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -79,8 +79,3 @@ def build_page_table(
         height if width else 0, width, page_size, out.stride(0) * words, BLOCK=block, WORDS=words, SINGLE=single,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

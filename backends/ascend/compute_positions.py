@@ -63,8 +63,3 @@ def compute_positions(
         BLOCK=BLOCK, WORDS=out.element_size() // 4, SUMS=0 if indptr is None else indptr.element_size() // 4,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

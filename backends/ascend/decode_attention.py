@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hal.backends.ascend._attention import over, rows
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
-from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
+from hal.backends.ascend.rope_kv_write import cache_refusal
+from hal.kv.view import count_slots, page_size, strides
 from hal.triton import launch
 
 INTS = (
@@ -83,15 +84,15 @@ def decode_attention(
         out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
     if bs == 0:
         return out
-    nnz, page = kv_indices.shape[0], k_cache.shape[1] if k_cache.ndim == 4 else 1
+    nnz = kv_indices.shape[0]
     group = q_heads // kv_heads
     b_k, b_v = pow2(head_dim), pow2(v_dim)
     tile = min(pow2(group), rows(b_k, b_v))
     _decode_attention(
         (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, nnz, k_cache.shape[0] * page, page, min(sliding_window, nnz), q.stride(0), q.stride(1),
-        *_steps(k_cache), *_steps(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        bs, nnz, count_slots(k_cache), page_size(k_cache), min(sliding_window, nnz), q.stride(0), q.stride(1),
+        *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=kv_heads, GROUP=group, TILE=tile, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
         CAP=logit_cap > 0, LSE=lse is not None,
     )  # fmt: skip

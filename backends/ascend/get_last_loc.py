@@ -56,8 +56,3 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
         height if width else 0, width, BLOCK=block, WORDS=out.element_size() // 4,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -5,8 +5,6 @@ go, as many layers at a time as it holds. On one stream the second launch begins
 of the pairs matters.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.ascend.kv_transfer import through
@@ -29,8 +27,3 @@ def kv_move(
             some = range(first, min(first + step, todo.stop))
             rows = workspace[: len(some) * n * plane.row_bytes].view(len(some), n, plane.row_bytes)
             through(pool, half, rows, src_slots, dst_slots, some)
-
-
-def supports(sig: Any) -> str | None:
-    """Everything the contract allows."""
-    return None

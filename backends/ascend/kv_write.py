@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
-from hal.backends.ascend.rope_kv_write import _steps, cache_refusal
+from hal.backends.ascend.rope_kv_write import cache_refusal
+from hal.kv.view import count_slots, page_size, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -57,15 +58,14 @@ def kv_write(
     """The contract is `hal.ops.kv_write`'s; no fp8 cache, so no scale is read."""
     n, heads, head_dim = k.shape
     v_dim = v.shape[2]
-    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
-    num_slots = k_cache.shape[0] * page
+    page, num_slots = page_size(k_cache), count_slots(k_cache)
     if n == 0 or num_slots == 0:
         return
     b_k, b_v = pow2(head_dim), pow2(v_dim)
     _kv_write(
         (min(n, vector_cores(k.device)),),
         k, v, k_cache, v_cache, slots, n, num_slots, page, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *_steps(k_cache), *_steps(v_cache),
+        *strides(k_cache), *strides(v_cache),
         HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
         TILE=max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v))),
     )  # fmt: skip

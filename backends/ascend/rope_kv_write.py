@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.kv.view import count_slots, page_size, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -140,9 +141,8 @@ def rope_kv_write(
     if k_cache is not None and v_cache is not None and v is not None:
         cached = True
         v_dim, v_token, v_head = v.shape[-1], v.stride(0), v.stride(1)
-        page = k_cache.shape[1] if k_cache.ndim == 4 else 1
-        num_slots = k_cache.shape[0] * page
-        kc, vc = _steps(k_cache), _steps(v_cache)
+        page, num_slots = page_size(k_cache), count_slots(k_cache)
+        kc, vc = strides(k_cache), strides(v_cache)
     half, tail = rotary // 2, head_dim - rotary
     wide = half_tile(half, interleaved)
     q_tile, k_tile = _tiles(q_heads, kv_heads, wide, max(tail, v_dim), interleaved)
@@ -155,12 +155,6 @@ def rope_kv_write(
         Q_TILE=q_tile, K_TILE=k_tile, B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim),
         PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
     )  # fmt: skip
-
-
-def _steps(cache: Tensor) -> tuple[int, int, int]:
-    """Elements from page to page, from token to token in a page, and from head to head."""
-    st = cache.stride()
-    return (st[0], st[1], st[2]) if cache.ndim == 4 else (st[0], 0, st[1])
 
 
 def half_tile(half: int, interleaved: bool) -> int:

@@ -87,8 +87,3 @@ def write_req_to_token(
         start_offsets.shape[0], capacity, share, req_to_token.stride(0), height, width,
         BLOCK=BLOCK, WORDS=src.element_size() // 4,
     )  # fmt: skip
-
-
-def supports(sig: object) -> str | None:
-    """Everything the contract allows."""
-    return None

@@ -23,7 +23,8 @@ import numba
 
 from hal import _env
 from hal.backends.cpu import _files
-from hal.backends.cpu._bits import POINTER, spread, typed
+from hal.backends.cpu._bits import POINTER, typed
+from hal.backends.cpu._team import spread
 
 _lock = threading.Lock()
 

@@ -19,11 +19,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hal.backends.cpu._bits import F32, FORMATS, I32, I64, cast, decode, load, shift, store, take, types, view
+from hal.backends.cpu._bits import F32, FORMATS, I32, I64, cast, decode, load, shift, store, types, view
 from hal.backends.cpu._call import FORMAT
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take
+from hal.kv.view import count_slots, page_size, strides
 
 LANES = 16
 BLOCK = 64
@@ -285,22 +287,15 @@ def attend(
     rows, heads, dim = q.shape
     bs, nnz = kv_indptr.shape[0] - 1, kv_indices.shape[0]
     kv_heads, v_dim = k_cache.shape[-2], v_cache.shape[-1]
-    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     work = nnz * (dim + v_dim) * q.itemsize * -(-rows // max(1, bs))
     run(
         kernel, (FORMAT[q.dtype],), bs * kv_heads, work // max(1, bs),
         (
             q.data_ptr(), *q.stride()[:2], heads // kv_heads, kv_heads, dim, v_dim, rows,
-            k_cache.data_ptr(), *_strides(k_cache), v_cache.data_ptr(), *_strides(v_cache),
-            k_cache.shape[0] * page, page, *index(kv_indptr), *index(kv_indices), nnz,
+            k_cache.data_ptr(), *strides(k_cache), v_cache.data_ptr(), *strides(v_cache),
+            count_slots(k_cache), page_size(k_cache), *index(kv_indptr), *index(kv_indices), nnz,
             qo_indptr is not None, *index(qo_indptr), out.data_ptr(), *out.stride()[:2],
             0 if lse is None else lse.data_ptr(), 0 if lse is None else heads, scale,
             min(sliding_window, 1 << 40), causal, MOST[q.dtype],
         ),
     )  # fmt: skip
-
-
-def _strides(cache: Tensor) -> tuple[int, int, int]:
-    """Page, row in the page, head. Without pages, a page is one row."""
-    st = cache.stride()
-    return (st[0], st[1], st[2]) if len(st) == 4 else (st[0], 0, st[1])

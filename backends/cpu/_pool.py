@@ -27,22 +27,10 @@ from typing import Any
 
 import torch
 
-from hal.backends.cpu._bits import (
-    address,
-    claim,
-    in_team,
-    invoke,
-    load,
-    peek,
-    shift,
-    store,
-    swap,
-    take,
-    types,
-    view,
-)
+from hal.backends.cpu._bits import address, load, shift, store, types, view
 from hal.backends.cpu._files import warn
 from hal.backends.cpu._jit import Kernel
+from hal.backends.cpu._team import claim, in_team, invoke, peek, swap, take
 
 SHARE = 1 << 20
 """Bytes that a call must move to be shared: some 40 us of work."""

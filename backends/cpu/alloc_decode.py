@@ -6,13 +6,11 @@ before it is read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hal.backends.cpu._bits import store
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, put, slot_of
 from hal.backends.cpu._jit import Kernel
 
@@ -51,7 +49,3 @@ def alloc_decode(
         *index(out), total.data_ptr(),
     )  # fmt: skip
     return total
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

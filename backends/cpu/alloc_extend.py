@@ -6,13 +6,11 @@ below 2^31 alone count, so no sum can wrap; a page is compared with the list's l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hal.backends.cpu._bits import store
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, length, put, slot_of
 from hal.backends.cpu._jit import Kernel
 
@@ -69,7 +67,3 @@ def alloc_extend(
         free_pages.shape[0], page_size, *index(out), out.shape[0], total.data_ptr(),
     )  # fmt: skip
     return total
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

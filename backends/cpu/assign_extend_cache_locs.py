@@ -7,12 +7,10 @@ two offsets is formed that could wrap (`_index.length`).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.cpu._bits import load, store
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import length
 from hal.backends.cpu._jit import Kernel
 
@@ -57,7 +55,3 @@ def assign_extend_cache_locs(
         out.data_ptr(), out.shape[0],
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

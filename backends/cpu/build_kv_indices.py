@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.cpu._bits import load
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, put
 from hal.backends.cpu._jit import Kernel
 
@@ -57,7 +55,3 @@ def build_kv_indices(
         *index(kv_lens), *index(kv_indptr), *index(out), out.shape[0], kv_start is not None, *index(kv_start),
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -6,11 +6,9 @@ count, so no sum can wrap; a start is compared with the table before it is added
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, put, slot_of
 from hal.backends.cpu._jit import Kernel
 
@@ -65,7 +63,3 @@ def build_kv_indices_from_blocks(
         LONGEST if keep_last < 0 else min(keep_last, LONGEST),
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

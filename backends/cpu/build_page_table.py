@@ -6,12 +6,10 @@ number below one that lies in the table.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.cpu._bits import load
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import get, index, put
 from hal.backends.cpu._jit import Kernel
 
@@ -45,7 +43,3 @@ def build_page_table(
         *index(kv_lens), page_size, *index(out), out.shape[1], out.stride(0),
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -6,11 +6,9 @@ below 2^31 alone count, so no sum can wrap.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, length, put
 from hal.backends.cpu._jit import Kernel
 
@@ -45,7 +43,3 @@ def compute_positions(
         indptr is not None, *index(indptr),
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -7,13 +7,13 @@ query heads that share a key/value head are the rows of one small matrix, so a c
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _online, _pool
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
+from hal.kv.view import count_slots
 
 kernel = _online.kernel
 
@@ -44,7 +44,7 @@ def decode_attention(
         )
         return out
     with _pool.torch_threads():
-        size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+        size = count_slots(k_cache)
         by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
         dtype = q.dtype if fast else torch.float32
         ends = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
@@ -76,7 +76,3 @@ def decode_attention(
             if lse is not None:
                 lse[i] = sums.reshape(heads)
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

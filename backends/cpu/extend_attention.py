@@ -7,13 +7,13 @@ needs no mask; any other goes in blocks of tokens, each over the keys up to its 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _online, _pool
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
+from hal.kv.view import count_slots
 
 kernel = _online.kernel
 
@@ -46,7 +46,7 @@ def extend_attention(
             q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, causal
         )
         done = _online.MOST[q.dtype]
-    size = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
+    size = count_slots(k_cache)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
     dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
     sliding_window = min(sliding_window, nnz)  # no wider than the list, or a difference might wrap
@@ -115,7 +115,3 @@ def extend_attention(
                 if lse is not None:
                     lse[t:end] = sums.transpose(0, 1)
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

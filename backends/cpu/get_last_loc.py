@@ -6,13 +6,11 @@ index is compared in int64 before anything is computed from it, so no value can 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hal.backends.cpu._bits import load, store
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._jit import Kernel
 
 
@@ -38,7 +36,3 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
         req_pool_indices.data_ptr(), prefix_lens.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

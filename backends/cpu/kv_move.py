@@ -8,16 +8,16 @@ two batches.
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal.backends.cpu._bits import load, move, take, view
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._bits import load, move, view
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take
 from hal.kv.pool import KVPool
 
 
@@ -70,7 +70,3 @@ def kv_move(
                         p.chunk_stride, p.chunk_bytes, workspace.data_ptr(), back,
                     ),
                 )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

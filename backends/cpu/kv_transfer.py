@@ -9,16 +9,15 @@ All four layouts, and any pair of them, are that one loop.
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 from torch import Tensor, int64
 
 from hal._errors import ArgumentError
 from hal.backends.cpu._bits import LINE, cast, fence, load, move, stream_line, view
-from hal.backends.cpu._bits import take as next_turn
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take as next_turn
 from hal.kv.pool import KVPool, Plane
 
 
@@ -173,7 +172,3 @@ def _side(pool: KVPool, plane: Plane, which: slice, size: int) -> tuple[array[in
     place = (plane.page_stride, plane.token_stride, step, piece)
     args = (pool.num_slots, pool.page_size, *place)
     return bases, args, isinstance(pool.k, Tensor) or len(bases) == 1
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

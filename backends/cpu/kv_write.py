@@ -6,16 +6,16 @@ but the last. A slot is compared in int64 before an address is made of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from hal.backends.cpu._bits import shift, take
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._bits import shift
+from hal.backends.cpu._call import FORMAT, SAME, need_cpu, place
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
-from hal.backends.cpu.rope_kv_write import SAME, _cache, _copy, _scaled
+from hal.backends.cpu._team import take
+from hal.backends.cpu.rope_kv_write import _copy, _scaled
+from hal.kv.view import count_slots, page_size
 
 
 @inline
@@ -62,15 +62,10 @@ def kv_write(
 ) -> None:
     need_cpu("kv_write", k, v, k_cache, v_cache, slots)
     n, heads, dim = k.shape
-    page = k_cache.shape[1] if k_cache.ndim == 4 else 1
     run(
         kernel, (FORMAT[k.dtype],), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
         (
             k.data_ptr(), k.stride(0), k.stride(1), heads, dim, v.data_ptr(), v.stride(0), v.stride(1), v.shape[2],
-            *index(slots), k_cache.shape[0] * page, page, *_cache(k_cache, k_scale), *_cache(v_cache, v_scale),
+            *index(slots), count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale),
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -6,28 +6,20 @@ starting lora_dim elements into each row.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, Place, need_cpu, place
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
 from hal.backends.cpu.kv_write import kernel
-from hal.backends.cpu.rope_kv_write import KIND, SAME
-
-Cache = tuple[int, int, int, int, int, float]
+from hal.kv.view import count_slots, page_size
 
 
-def joint(cache: Tensor, lora_dim: int, scale: float | Tensor | None) -> tuple[int, int, Cache, Cache]:
+def places(cache: Tensor, lora_dim: int, scale: float | Tensor | None) -> tuple[int, int, Place, Place]:
     """Slots, page size, and what a kernel takes for the rope part and for the latent part of a cache."""
-    st = cache.stride()
-    page, token = (st[0], st[1]) if len(st) > 2 else (st[0], 0)
-    size = cache.shape[1] if len(st) > 2 else 1
-    kind, factor = KIND.get(cache.dtype, SAME), 1.0 if scale is None else float(scale)
-    at = cache.data_ptr()
-    rope = (at + lora_dim * cache.itemsize, kind, page, token, 0, factor)
-    return cache.shape[0] * size, size, rope, (at, kind, page, token, 0, factor)
+    lora = place(cache, scale, row_dims=1)
+    rope = (lora[0] + lora_dim * cache.itemsize, *lora[1:])
+    return count_slots(cache, row_dims=1), page_size(cache, row_dims=1), rope, lora
 
 
 def mla_kv_write(
@@ -40,7 +32,7 @@ def mla_kv_write(
 ) -> None:
     need_cpu("mla_kv_write", kv_lora, k_rope, kv_cache, slots)
     lora, rope = kv_lora.shape[-1], k_rope.shape[-1]
-    num_slots, page, to_rope, to_lora = joint(kv_cache, lora, kv_scale)
+    num_slots, page, to_rope, to_lora = places(kv_cache, lora, kv_scale)
     run(
         kernel, (FORMAT[kv_lora.dtype],), kv_lora.shape[0], 2 * kv_lora.itemsize * (lora + rope),
         (
@@ -48,7 +40,3 @@ def mla_kv_write(
             *index(slots), num_slots, page, *to_rope, *to_lora,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -5,15 +5,13 @@ It is `rope_kv_write` with one head of k: the rope part is k, the latent part v,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, need_cpu
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
-from hal.backends.cpu.mla_kv_write import joint
+from hal.backends.cpu.mla_kv_write import places
 from hal.backends.cpu.rope_kv_write import kernel
 
 
@@ -34,7 +32,7 @@ def mla_rope_kv_write(
     n, q_heads, rope = q_rope.shape
     lora = kv_lora.shape[-1]
     max_positions, rotary = cos_sin_cache.shape
-    num_slots, page, to_rope, to_lora = joint(kv_cache, lora, kv_scale)
+    num_slots, page, to_rope, to_lora = places(kv_cache, lora, kv_scale)
     run(
         kernel, (FORMAT[q_rope.dtype],), n, 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora),
         (
@@ -44,7 +42,3 @@ def mla_rope_kv_write(
             page, *to_rope, *to_lora, interleaved, write_k,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -28,15 +28,16 @@ from hal.backends.cpu._bits import (
     load,
     shift,
     store,
-    take,
     types,
     view,
 )
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import FORMAT, SAME, need_cpu, place
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
-from hal.backends.cpu.rope_kv_write import LANES, NONE, SAME, _cache, _copy, _rotate, _scaled, _widen
+from hal.backends.cpu._team import take
+from hal.backends.cpu.rope_kv_write import LANES, NONE, _copy, _rotate, _scaled, _widen
+from hal.kv.view import count_slots, page_size
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -187,9 +188,8 @@ def qk_norm_rope_kv_write(
     v_args, slot_args, k_to, v_to = (0, 0, 0, 0), (0, False, 0, 1), NONE, NONE
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         v_args = (v.data_ptr(), v.stride(0), v.stride(1), v.shape[2])
-        page = k_cache.shape[1] if k_cache.ndim == 4 else 1
-        slot_args = (*index(slots), k_cache.shape[0] * page, page)
-        k_to, v_to = _cache(k_cache, k_scale), _cache(v_cache, v_scale)
+        slot_args = (*index(slots), count_slots(k_cache), page_size(k_cache))
+        k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
     run(
         kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
         (
@@ -199,7 +199,3 @@ def qk_norm_rope_kv_write(
             *index(positions), *slot_args, *k_to, *v_to, interleaved, write_k,
         ),
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -29,18 +29,17 @@ from hal.backends.cpu._bits import (
     shift,
     split_bf16,
     store,
-    take,
     types,
     view,
 )
-from hal.backends.cpu._call import FORMAT, need_cpu, rejected
+from hal.backends.cpu._call import E4M3, FORMAT, SAME, need_cpu, place
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._team import take
+from hal.kv.view import count_slots, page_size
 
 LANES = 16
 """Pairs in a block: one AVX-512 register of fp32; LLVM splits it where registers are shorter."""
-SAME, E4M3, E5M2 = 0, 1, 2
-KIND = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -339,9 +338,8 @@ def rope_kv_write(
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         v_token, v_head, _ = v.stride()
         v_args = (v.data_ptr(), v_token, v_head, v.shape[2])
-        page = k_cache.shape[1] if k_cache.ndim == 4 else 1
-        slot_args = (slots.data_ptr(), slots.dtype is torch.int64, k_cache.shape[0] * page, page)
-        k_to, v_to = _cache(k_cache, k_scale), _cache(v_cache, v_scale)
+        slot_args = (slots.data_ptr(), slots.dtype is torch.int64, count_slots(k_cache), page_size(k_cache))
+        k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
     run(
         kernel, (FORMAT[q.dtype],), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
         (
@@ -350,15 +348,3 @@ def rope_kv_write(
             positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to, interleaved, write_k,
         ),
     )  # fmt: skip
-
-
-def _cache(cache: Tensor, scale: float | Tensor | None) -> tuple[int, int, int, int, int, float]:
-    """Address, kind, page, token and head strides, scale. Without pages, a page is one token."""
-    st = cache.stride()
-    page, token, head = (st[0], st[1], st[2]) if len(st) == 4 else (st[0], 0, st[1])
-    factor = 1.0 if scale is None else float(scale)
-    return cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, factor
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -7,12 +7,10 @@ wrap (`_index.length`).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hal.backends.cpu._bits import store
-from hal.backends.cpu._call import need_cpu, rejected
+from hal.backends.cpu._call import need_cpu
 from hal.backends.cpu._index import LONGEST, get, index, length
 from hal.backends.cpu._jit import Kernel
 
@@ -45,7 +43,3 @@ def write_req_to_token(
         start_offsets.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0),
         *index(req_pool_indices), *index(start_offsets), *index(end_offsets), *index(src), src.shape[0],
     )  # fmt: skip
-
-
-def supports(sig: Any) -> str | None:
-    return rejected(sig.device)

@@ -10,14 +10,12 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor, float8_e4m3fn, float8_e5m2
+from torch import Tensor, float8_e4m3fn
 
 from hal.triton import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NONE, FLOAT, POINTER = 0, 1, 2
-FP8 = (float8_e4m3fn, float8_e5m2)
 
 
 @triton.jit
@@ -107,25 +105,6 @@ def settled(x):
 # --- the host's side --------------------------------------------------------------------------------
 
 
-def paging(cache: Tensor) -> tuple[int, tuple[int, int, int]]:
-    """Page size and the strides (page, token, head); page size 1 where pages are seamless."""
-    st = cache.stride()
-    if cache.ndim == 3:
-        return 1, (st[0], 0, st[1])
-    if st[0] == cache.shape[1] * st[1]:
-        return 1, (st[1], 0, st[2])
-    return cache.shape[1], (st[0], st[1], st[2])
-
-
-def kind(scale: object) -> int:
-    return NONE if scale is None else POINTER if isinstance(scale, Tensor) else FLOAT
-
-
-def number(scale: object) -> object:
-    """A scale as a kernel takes it."""
-    return float(scale) if isinstance(scale, int) else scale
-
-
 def parts(dim: int) -> tuple[int, int]:
     """A head's elements as a power of two and the rest, padded to one; each at least 16, or 0 for no rest."""
     first = max(16, 1 << (dim.bit_length() - 1))
@@ -140,10 +119,6 @@ def shared(k_cache: Tensor, v_cache: Tensor) -> bool:
         and k_cache.stride() == v_cache.stride()
         and parts(k_cache.shape[-1])[0] == v_cache.shape[-1]
     )
-
-
-def unit_of(strides: tuple[int, ...]) -> int:
-    return next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
 
 
 def unsupported(sig: Any) -> str | None:

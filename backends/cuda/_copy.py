@@ -6,8 +6,6 @@ A row is one (token, layer, half) or, in page_head, one head of it. Tiles of row
 rows of a tile follow the host side's order, so that what goes over the bus is as consecutive as it can be.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import HalError
+from hal.backends.cuda._cache import Plans
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.kv.pool import KVPool, Plane
 from hal.triton import launch
@@ -186,7 +185,7 @@ class _Group:
         )
 
 
-_plans: dict[tuple[Any, ...], Plan] = launch.keeps({})
+_plans: Plans[Plan] = Plans(256)
 _in_graphs: set[Plan] = set()
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
@@ -198,8 +197,6 @@ def plan(
     key = (id(src), id(dst), src_page, dst_page, device)
     found = _plans.get(key)
     if found is None:
-        if len(_plans) >= 256:
-            _plans.clear()
         found = _plans[key] = Plan(src, dst, src_page, dst_page, device)
     return found
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._device import multiprocessors
+from hal.backends.cuda._device import multiprocessors, pdl
+from hal.triton import launch
 
 MANY = 8
 """Requests of a group, where there are more of them than programs."""
@@ -29,6 +30,28 @@ class Tile(NamedTuple):
 
 
 Tiles = dict[int, Tile]
+
+
+class Launches(dict[tuple[int, ...], launch.Launch]):
+    """A kernel's launches, by device, the values of its own constexprs `names`, and requests of a group."""
+
+    def __init__(self, kernel: launch.Kernel, tiles: Tiles, *names: str) -> None:
+        self.kernel, self.tiles, self.names = kernel, tiles, names
+        launch.keeps(self)
+
+    def __missing__(self, key: tuple[int, ...]) -> launch.Launch:
+        device, *values, group = key
+        on, (chunk, lengths, warps) = pdl(device), self.tiles[group]
+        self[key] = made = self.kernel.bind(
+            **dict(zip(self.names, values, strict=True)),
+            PDL=on,
+            CHUNK=chunk,
+            GROUP=group,
+            TILE=lengths,
+            num_warps=warps,
+            launch_pdl=on,
+        )
+        return made
 
 
 @triton.jit
@@ -49,6 +72,17 @@ def extents(prefixes, lens, j, bs, PREFIX: tl.constexpr):
         prefix = tl.load(prefixes + j, j < bs, other=0).to(tl.int64)
     ok = (prefix >= 0) & (prefix <= seq) & (seq <= 2147483647)
     return tl.where(ok, prefix, 0), tl.where(ok, seq, 0)
+
+
+@triton.jit
+def lengths_and_starts(lens, starts, group, bs, GROUP: tl.constexpr):
+    """Of a group's requests, from 0 where there are no `starts`."""
+    j = group + tl.arange(0, GROUP)
+    _, length = extents(lens, lens, j, bs, False)
+    start = tl.zeros([GROUP], tl.int64)
+    if starts is not None:
+        start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
+    return length, start
 
 
 @triton.jit

@@ -81,7 +81,3 @@ def alloc_decode(
         (-(-blocks // each), 1, 1), seq_lens, last_loc, free_pages, out, total, bs, free_pages.numel(), each
     )
     return total
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor, empty, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, Tile, extents, grid, slot_of, turns
+from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, slot_of, turns
 from hal.triton import launch
 
 TILES = {1: Tile(64, 128, 1), MANY: Tile(32, 512, 4)}
@@ -92,25 +91,7 @@ def alloc_extend_kernel(
             tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-class _Launches(dict[tuple[int, int, bool, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int, bool, int]) -> launch.Launch:
-        device, page, wide, group = key
-        on = pdl(device)
-        chunk, lengths, warps = TILES[group]
-        self[key] = alloc_extend_kernel.bind(
-            PAGE=page,
-            WIDE=wide,
-            PDL=on,
-            CHUNK=chunk,
-            GROUP=group,
-            TILE=lengths,
-            num_warps=warps,
-            launch_pdl=on,
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+_launches = Launches(alloc_extend_kernel, TILES, "PAGE", "WIDE")
 
 
 def alloc_extend(
@@ -135,7 +116,3 @@ def alloc_extend(
         log,
     )
     return total
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

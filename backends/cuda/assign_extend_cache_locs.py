@@ -9,6 +9,9 @@ programs. The number of programs is bounded, and a program with several groups c
 that the cost is linear in the requests and in the output.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -206,6 +209,17 @@ def assign_extend_cache_locs(
     return out
 
 
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None
+def warm(device: torch.device, args: dict[str, Any] | None) -> None:
+    """All three: for few requests, for some more, and for many."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    given = args or {
+        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
+        "end_offsets": zero, "out": zero,
+    }  # fmt: skip
+    for bs in (1, *(few + 1 for few in FEW)):
+        requests, starts, ends = (
+            torch.zeros(bs, dtype=given[n].dtype, device=device)
+            for n in ("req_pool_indices", "start_offsets", "end_offsets")
+        )
+        out = torch.zeros(1, dtype=given["out"].dtype, device=device)
+        assign_extend_cache_locs(given["req_to_token"], requests, starts, ends, out)

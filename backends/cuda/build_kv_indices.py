@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, Tile, extents, grid, turns
+from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, lengths_and_starts, turns
 from hal.triton import launch
 
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
@@ -20,10 +19,7 @@ TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 def _own(requests, lens, starts, group, bs, GROUP: tl.constexpr):
     """(lengths, rows of the table, starts) of a group's requests."""
     j = group + tl.arange(0, GROUP)
-    _, length = extents(lens, lens, j, bs, False)
-    start = tl.zeros([GROUP], tl.int64)
-    if starts is not None:
-        start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
+    length, start = lengths_and_starts(lens, starts, group, bs, GROUP)
     return length, tl.load(requests + j, j < bs, other=-1).to(tl.int64), start
 
 
@@ -71,23 +67,7 @@ def kv_indices_kernel(
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
-class _Launches(dict[tuple[int, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int]) -> launch.Launch:
-        device, group = key
-        on = pdl(device)
-        chunk, lengths, warps = TILES[group]
-        self[key] = kv_indices_kernel.bind(
-            PDL=on,
-            CHUNK=chunk,
-            GROUP=group,
-            TILE=lengths,
-            num_warps=warps,
-            launch_pdl=on,
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+_launches = Launches(kv_indices_kernel, TILES)
 
 
 def build_kv_indices(
@@ -103,7 +83,3 @@ def build_kv_indices(
         bs, rows, width, req_to_token.stride(0), size, each, log,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -5,27 +5,14 @@ The requests are shared out as `_spans` says, and their sums written into `kv_in
 table before it is added to. Neighbouring lanes read the same entry of the table, which is one access.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, Tile, extents, grid, slot_of, turns
+from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, lengths_and_starts, slot_of, turns
 from hal.triton import launch
 
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
-
-
-@triton.jit
-def _own(lens, starts, group, bs, GROUP: tl.constexpr):
-    """(lengths, starts) of a group's requests."""
-    j = group + tl.arange(0, GROUP)
-    _, length = extents(lens, lens, j, bs, False)
-    start = tl.zeros([GROUP], tl.int64)
-    if starts is not None:
-        start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
-    return length, start
 
 
 @launch.jit(
@@ -45,7 +32,7 @@ def kv_indices_from_blocks_kernel(
     first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
     part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
     # Asked for before the sums.
-    whole, start = _own(lens, starts, first, bs, GROUP)
+    whole, start = lengths_and_starts(lens, starts, first, bs, GROUP)
     lanes = tl.zeros([TILE], tl.int64)
     for at in range(0, first, TILE):
         _, before = extents(lens, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), False)
@@ -56,7 +43,7 @@ def kv_indices_from_blocks_kernel(
     for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
         j = group + tl.arange(0, GROUP)
         if GROUP > 1:
-            whole, start = _own(lens, starts, group, bs, GROUP)
+            whole, start = lengths_and_starts(lens, starts, group, bs, GROUP)
         length = tl.minimum(whole, keep)
         ending = total + tl.cumsum(length, 0)
         if part == 0:
@@ -79,25 +66,7 @@ def kv_indices_from_blocks_kernel(
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
-class _Launches(dict[tuple[int, int, bool, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int, bool, int]) -> launch.Launch:
-        device, page, wide, group = key
-        on = pdl(device)
-        chunk, lengths, warps = TILES[group]
-        self[key] = kv_indices_from_blocks_kernel.bind(
-            PAGE=page,
-            WIDE=wide,
-            PDL=on,
-            CHUNK=chunk,
-            GROUP=group,
-            TILE=lengths,
-            num_warps=warps,
-            launch_pdl=on,
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+_launches = Launches(kv_indices_from_blocks_kernel, TILES, "PAGE", "WIDE")
 
 
 def build_kv_indices_from_blocks(
@@ -114,7 +83,3 @@ def build_kv_indices_from_blocks(
         bs, block_table.shape[1], block_table.stride(0), size, keep, each, log,
     )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -63,7 +63,3 @@ def build_page_table(
             rows, width, req_to_token.stride(0), columns, out.stride(0), pieces,
         )  # fmt: skip
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

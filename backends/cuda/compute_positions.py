@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, Tile, extents, grid, turns
+from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, turns
 from hal.triton import launch
 
 TILES = {1: Tile(256, 256, 2), MANY: Tile(64, 1024, 4)}
@@ -53,18 +52,7 @@ def positions_kernel(
             tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-class _Launches(dict[tuple[int, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int]) -> launch.Launch:
-        device, group = key
-        on = pdl(device)
-        chunk, lengths, warps = TILES[group]
-        self[key] = positions_kernel.bind(
-            PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+_launches = Launches(positions_kernel, TILES)
 
 
 def compute_positions(
@@ -76,7 +64,3 @@ def compute_positions(
         programs, group, each, log = grid(bs, size, device, TILES)
         _launches[device, group].start(programs, prefix_lens, seq_lens, out, indptr, bs, size, each, log)
     return out
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

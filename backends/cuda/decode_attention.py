@@ -16,8 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, entry, factor, logits, place, step, tile
+from hal.backends.cuda._cache import Plans, scale_kind, scale_of
 from hal.backends.cuda._device import arch, multiprocessors, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, seek
+from hal.kv.view import copy_unit, count_slots, fuse_pages
 from hal.triton import launch
 
 PER_SM = 4
@@ -181,9 +183,7 @@ def decode_merge_kernel(
             tl.store(lse + at * Q_HEADS + head, sums * LN2)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = (
-    launch.keeps({})
-)
+_plans: Plans[tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = Plans()
 _scratch: dict[tuple[int, int], Tensor] = {}
 _outgrown: list[Tensor] = []
 """Earlier scratch: a captured graph may still write to it."""
@@ -210,12 +210,12 @@ def _plan(
     device = q.get_device()
     on = pdl(device)
     m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device))
-    k_page, kc = _attention.paging(k_cache)
-    v_page, vc = _attention.paging(v_cache)
+    k_page, kc = fuse_pages(k_cache)
+    v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
     strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
-    unit = _attention.unit_of(strides)
+    unit = copy_unit(strides)
     hopper = plain and not cap and not window and k_page == 1 and k_scale is None and v_scale is None
     hopper = hopper and for_hopper(q, k_cache, v_cache, unit, shared)
     if hopper:
@@ -236,7 +236,7 @@ def _plan(
     else:
         run = decode_attention_kernel.bind(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
-            K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared, STAGES=stages,
+            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared, STAGES=stages,
             num_warps=warps,
         )  # fmt: skip
     merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
@@ -299,20 +299,15 @@ def decode_attention(
     if nnz >= 2**31:
         raise ArgumentError("decode_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
     window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
-    num_slots, *inner, _, _ = k_cache.shape
-    if inner:
-        num_slots *= inner[0]
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = not (q.data_ptr() | k_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
     key = (
-        device, q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
+        device, q_heads, dim, v_dim, q.dtype, k_cache.dtype, k_cache.shape[1:], q.stride(), k_cache.stride(),
         v_cache.stride(), out.stride(), lse is None, window, logit_cap > 0, k_scale.__class__, v_scale.__class__,
         shared, plain,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= 4096:
-            _plans.clear()
         plan = _plans[key] = _plan(
             q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared, plain
         )
@@ -323,8 +318,9 @@ def decode_attention(
     window_size = min(sliding_window, 2**31 - 2) if window else 0
     run.start(
         ((programs + bs) * blocks, 1, 1),
-        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, scratch, sums, _attention.number(k_scale),
-        _attention.number(v_scale), *strides, num_slots, nnz, bs, programs, window_size, float(scale), float(logit_cap),
+        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, scratch, sums, scale_of(k_scale),
+        scale_of(v_scale), *strides, count_slots(k_cache), nnz, bs, programs, window_size, float(scale),
+        float(logit_cap),
     )  # fmt: skip
     merge.start(
         (bs * q_heads, 1, 1),

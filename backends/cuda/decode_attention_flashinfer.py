@@ -1,4 +1,4 @@
-"""decode_attention by FlashInfer: an adapter, taken where it is named (``decode_attention=cuda/flashinfer``).
+"""decode_attention by FlashInfer: an adapter, chosen by name alone (``decode_attention=cuda/flashinfer``).
 
 FlashInfer plans on the host: the listing is made well-formed (a page a slot, none that is not there) and its lengths
 are read, one synchronisation a call. Its kernels on tensor cores sum weights that are rounded to q's dtype, so a
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.backends.cuda import _flashinfer
-from hal.backends.cuda._adapter import as_pages, nothing_seen, refused, slots_of
-from hal.kv.paging import listed
+from hal.kv.paging import list_keys
 
 GROUPS = (1, 2, 3, 4, 8)
 """Query heads a key/value head that its kernels without tensor cores take."""
@@ -42,7 +41,7 @@ def decode_attention(
     group = q_heads // kv_heads
     # Without tensor cores the time grows with the group.
     tensor_cores = group not in GROUPS or (lse is None and group >= 4)
-    with _flashinfer.held(
+    with _flashinfer.hold(
         "BatchDecodeWithPagedKVCacheWrapper",
         q.device,
         group,
@@ -50,28 +49,28 @@ def decode_attention(
         use_tensor_cores=tensor_cores,
         backend="fa2",
     ) as wrapper:
-        keys = listed(kv_indptr, kv_indices, slots_of(k_cache), sliding_window)
+        keys = list_keys(kv_indptr, kv_indices, k_cache.shape[:-2].numel(), sliding_window)
         if not sum(keys.lengths):
-            nothing_seen(out, lse, keys.keys)
+            _flashinfer.clear_empty(out, lse, keys.keys)
             return out
         lengths = torch.tensor(keys.lengths, dtype=torch.int32, device="cpu")
         indptr = torch.zeros(bs + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = lengths.cumsum(0)
-        # A window is of positions, which `listed` has applied already.
+        # A window is of positions, which `list_keys` has applied already.
         wrapper.plan(
             indptr, keys.slots, lengths.clamp(max=1), q_heads, kv_heads, dim, 1, window_left=-1,
             q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=float(scale),
         )  # fmt: skip
-        caches = (as_pages(k_cache), as_pages(v_cache))
+        caches = (_flashinfer.as_pages(k_cache), _flashinfer.as_pages(v_cache))
         wrapper.run(q, caches, out=out, lse=lse, return_lse=lse is not None)
     if lse is not None:
         lse *= math.log(2.0)  # FlashInfer's is to the base 2
-    nothing_seen(out, lse, keys.keys)
+    _flashinfer.clear_empty(out, lse, keys.keys)
     return out
 
 
 def supports(sig: Any) -> str | None:
-    why = refused(sig, "FlashInfer", (64, 128, 256))
+    why = _flashinfer.unsupported(sig)
     if why is None and sig["lse"] is not None and sig.dims["q_heads"] // sig.dims["kv_heads"] not in GROUPS:
         shown = ", ".join(map(str, GROUPS))
         return f"adapter: FlashInfer has an exact log-sum-exp for {shown} query heads a key/value head"

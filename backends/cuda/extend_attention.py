@@ -17,7 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
+from hal.backends.cuda._cache import Plans, scale_kind, scale_of
 from hal.backends.cuda._device import arch, pdl
+from hal.kv.view import copy_unit, count_slots, fuse_pages
 from hal.triton import launch
 
 BLOCK = 256
@@ -218,7 +220,7 @@ def extend_attention_kernel(
             tl.store(lse + at * Q_HEADS + head, sums * LN2, there)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, int, int, tuple[int, ...]]] = launch.keeps({})
+_plans: Plans[tuple[launch.Launch, int, int, tuple[int, ...]]] = Plans()
 
 
 def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tuple[int, int, int, int]:
@@ -261,12 +263,12 @@ def _plan(
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
-    k_page, kc = _attention.paging(k_cache)
-    v_page, vc = _attention.paging(v_cache)
+    k_page, kc = fuse_pages(k_cache)
+    v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
     strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
-    unit = _attention.unit_of(strides)
+    unit = copy_unit(strides)
     on = pdl(device)
     hopper = plain and k_scale is None and v_scale is None and for_hopper(q, k_cache, v_cache, unit, shared)
     if hopper:
@@ -290,7 +292,7 @@ def _plan(
     else:
         run = extend_attention_kernel.bind(
             **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)),
-            K_KIND=_attention.kind(k_scale), V_KIND=_attention.kind(v_scale), SHARED=shared,
+            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared,
         )  # fmt: skip
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 
@@ -322,20 +324,15 @@ def extend_attention(
     if max(n, nnz) > MOST:
         raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
     window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
-    num_slots, *inner, _, _ = k_cache.shape
-    if inner:
-        num_slots *= inner[0]
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
     key = (
-        q.get_device(), q_heads, dim, v_dim, q.dtype, k_cache.dtype, *k_cache.shape[1:], q.stride(), k_cache.stride(),
+        q.get_device(), q_heads, dim, v_dim, q.dtype, k_cache.dtype, k_cache.shape[1:], q.stride(), k_cache.stride(),
         v_cache.stride(), out.stride(), lse is None, causal, window, logit_cap > 0, k_scale.__class__,
         v_scale.__class__, shared, plain,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= 4096:
-            _plans.clear()
         plan = _plans[key] = _plan(
             q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
         )
@@ -343,8 +340,8 @@ def extend_attention(
     around = -(-n // tokens) + bs
     run.start(
         (around * blocks, 1, 1),
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, _attention.number(k_scale),
-        _attention.number(v_scale), *strides, num_slots, nnz, n, bs, around,
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale_of(k_scale),
+        scale_of(v_scale), *strides, count_slots(k_cache), nnz, n, bs, around,
         min(sliding_window, 2**30) if window else 0, float(scale), float(logit_cap),
     )  # fmt: skip
     return out

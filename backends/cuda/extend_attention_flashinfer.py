@@ -1,4 +1,4 @@
-"""extend_attention by FlashInfer: an adapter, taken where it is named (``extend_attention=cuda/flashinfer``).
+"""extend_attention by FlashInfer: an adapter, chosen by name alone (``extend_attention=cuda/flashinfer``).
 
 FlashInfer aligns a request's last query with its last key and plans on the host: the batch is made into runs of which
 that is true (`hal.kv.paging.runs`), a page a slot, one synchronisation a call. On Hopper its kernels are those of
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal.backends.cuda import _flashinfer
-from hal.backends.cuda._adapter import as_pages, kept, nothing_seen, refused, slots_of
 from hal.kv.paging import runs
 
 
@@ -39,11 +38,11 @@ def extend_attention(
     (n, q_heads, dim), kv_heads = q.shape, k_cache.shape[-2]
     if out is None:
         out = torch.empty_like(q)
-    with _flashinfer.held(
+    with _flashinfer.hold(
         "BatchPrefillWithPagedKVCacheWrapper", q.device, q_heads // kv_heads, dim,
         backend="fa3" if _flashinfer.hopper(q.device) else "fa2",
     ) as wrapper:  # fmt: skip
-        batch = runs(qo_indptr, kv_indptr, kv_indices, n, slots_of(k_cache), causal, sliding_window)
+        batch = runs(qo_indptr, kv_indptr, kv_indices, n, k_cache.shape[:-2].numel(), causal, sliding_window)
         count = len(batch.keys.lengths)
         if count > _flashinfer.REQUESTS:
             raise ArgumentError(
@@ -51,8 +50,8 @@ def extend_attention(
                 str(count),
             )  # fmt: skip
         # Rows of no request are not to be written, and FlashInfer writes all.
-        found = out if batch.named is None else torch.empty_like(out)
-        sums = lse if batch.named is None or lse is None else torch.empty_like(lse)
+        found = out if batch.owned is None else torch.empty_like(out)
+        sums = lse if batch.owned is None or lse is None else torch.empty_like(lse)
         if sum(batch.keys.lengths):
             lengths = torch.tensor(batch.keys.lengths, dtype=torch.int32, device="cpu")
             indptr = torch.zeros(count + 1, dtype=torch.int32, device="cpu")
@@ -63,17 +62,17 @@ def extend_attention(
                 kv_heads, dim, 1, causal=causal, window_left=batch.window, q_data_type=q.dtype,
                 kv_data_type=k_cache.dtype, sm_scale=float(scale),
             )  # fmt: skip
-            caches = (as_pages(k_cache), as_pages(v_cache))
+            caches = (_flashinfer.as_pages(k_cache), _flashinfer.as_pages(v_cache))
             wrapper.run(q, caches, out=found, lse=sums, return_lse=sums is not None)
     if sums is not None:
         sums *= math.log(2.0)  # FlashInfer's is to the base 2
-    nothing_seen(found, sums, batch.seen)
-    kept(batch.named, out, lse, found, sums)
+    _flashinfer.clear_empty(found, sums, batch.seen)
+    _flashinfer.copy_owned(batch.owned, out, lse, found, sums)
     return out
 
 
 def supports(sig: Any) -> str | None:
-    why = refused(sig, "FlashInfer", (64, 128, 256))
+    why = _flashinfer.unsupported(sig)
     if why is None and sig["lse"] is not None and not _flashinfer.hopper(torch.device(sig.device)):
         return "adapter: FlashInfer has an exact log-sum-exp on compute capability 9.0"
     return why

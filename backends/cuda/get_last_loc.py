@@ -5,6 +5,9 @@
 One thread a request. All index math is in 64 bits, after the index was checked.
 """
 
+from typing import Any
+
+import torch
 import triton.language as tl
 from torch import Tensor, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -55,6 +58,8 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
     return out
 
 
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None
+def warm(device: torch.device, args: dict[str, Any] | None) -> None:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    get_last_loc(
+        **(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero})
+    )

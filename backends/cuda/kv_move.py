@@ -7,8 +7,6 @@ workspace. Invariant: the second launch of a batch starts when the first is done
 any is written, and no row belongs to two batches.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError, HalError
+from hal.backends.cuda._cache import Plans
 from hal.backends.cuda._copy import _strides, upload
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.kv.pool import KVPool, Plane
@@ -93,7 +92,7 @@ class _Group:
 
 
 _Plan = tuple[tuple[Plane, ...], list[_Group]]
-_plans: dict[tuple[Any, ...], _Plan] = launch.keeps({})
+_plans: Plans[_Plan] = Plans(256)
 _in_graphs: list[_Plan] = []
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
@@ -109,8 +108,6 @@ def _plan(pool: KVPool, align: int) -> list[_Group]:
             raise HalError(
                 "hal: kv_move: the first move within a pool can't be captured in a graph; run it once before"
             )
-        if len(_plans) >= 256:
-            _plans.clear()
         alike = len(planes) == 1 or _strides(planes[0]) == _strides(planes[1])
         groups = [planes] if alike else [(p,) for p in planes]
         made = [_Group(g, pool.page_size, align, pool.device) for g in groups if g[0].row_bytes]
@@ -146,8 +143,3 @@ def kv_move(
                     grid, src_slots, dst_slots, g.bases, workspace, n, rows, unit, first, count, pool.num_layers,
                     pool.num_slots, *g.strides,
                 )  # fmt: skip
-
-
-def supports(sig: object) -> str | None:
-    """Every call of the contract."""
-    return None

@@ -84,6 +84,17 @@ def _need_pinned(src: KVPool, dst: KVPool) -> None:
             )  # fmt: skip
 
 
+def warm(device: torch.device, args: dict[str, Any] | None) -> None:
+    """Slots of -1: nothing is moved. Makes the staging of the current stream too."""
+    _staging.buffers(device)
+    if args is None:
+        return
+    none = torch.full((1,), -1, dtype=args["src_slots"].dtype, device="cpu")
+    for a, b in ((args["src"], args["dst"]), (args["dst"], args["src"])):
+        if all(p.pinned or p.device.type == "cuda" for p in (a, b)):
+            kv_transfer(a, b, none.to(device), none.to(device), method="kernel")
+
+
 def supports(sig: Any) -> str | None:
     """Everything, but a kernel on pageable host memory."""
     if lane() != "device":

@@ -9,16 +9,17 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor, float8_e4m3fn, float8_e5m2
-from torch.cuda import get_device_capability
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda.rope_kv_write import _kind, _paging, _store
+from hal.backends.cuda.rope_kv_write import _store
+from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.ops.spec import FP8
 from hal.triton import launch
 
 ROWS = 8
-_FP8 = (float8_e4m3fn, float8_e5m2)
 
 
 @launch.jit(
@@ -58,19 +59,19 @@ def kv_write_kernel(
     _store(to_v, y, written & (j < V_DIM), v_scale, V_KIND, V_FP8)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, tuple[int, ...]]] = launch.keeps({})
+_plans: Plans[tuple[launch.Launch, tuple[int, ...]]] = Plans()
 
 
 def _plan(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: object, v_scale: object
 ) -> tuple[launch.Launch, tuple[int, ...]]:
-    page, kc, vc = _paging(k_cache, v_cache)
+    page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
     strides = (*k.stride()[:2], *v.stride()[:2], *kc, *vc)
-    unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
+    unit = copy_unit(strides)
     on = pdl(k.get_device())
     start = kv_write_kernel.bind(
         HEADS=k.shape[1], DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, K_AT=0, UNIT=unit,
-        K_FP8=k_cache.dtype in _FP8, V_FP8=v_cache.dtype in _FP8, K_KIND=_kind(k_scale), V_KIND=_kind(v_scale),
+        K_FP8=k_cache.dtype in FP8, V_FP8=v_cache.dtype in FP8, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale),
         ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
     )  # fmt: skip
     return start, tuple(s // unit for s in strides)
@@ -89,27 +90,13 @@ def kv_write(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= 4096:
-            _plans.clear()
         plan = _plans[key] = _plan(k, v, k_cache, v_cache, k_scale, v_scale)
-    num_slots = k_cache.shape[0] * (k_cache.shape[1] if k_cache.ndim == 4 else 1)
     plan[0].start(
         (-(-n * heads // ROWS), 1, 1), k, v, k_cache, v_cache, slots,
-        float(k_scale) if k_scale.__class__ is int else k_scale,
-        float(v_scale) if v_scale.__class__ is int else v_scale,
-        *plan[1], num_slots, n,
+        scale_of(k_scale), scale_of(v_scale), *plan[1], count_slots(k_cache), n,
     )  # fmt: skip
-
-
-def no_fp8(sig: Any, *caches: str) -> str | None:
-    """What a device says that can't convert to fp8, where one of `caches` is fp8."""
-    if sig.device == "cuda" and any(sig[c] is not None and sig[c].dtype in _FP8 for c in caches):
-        major, minor = get_device_capability()
-        if (major, minor) < (8, 9):
-            return f"fp8: no conversion to fp8 on compute capability {major}.{minor}; 8.9 has it"
-    return None
 
 
 def supports(sig: Any) -> str | None:
     """Everything, but fp8 caches on devices that can't convert to fp8."""
-    return no_fp8(sig, "k_cache", "v_cache")
+    return refuse_fp8(sig, "k_cache", "v_cache")

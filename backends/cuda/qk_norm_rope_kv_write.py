@@ -13,19 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
 from hal.backends.cuda._device import pdl
-from hal.backends.cuda.kv_write import no_fp8
-from hal.backends.cuda.rope_kv_write import (
-    _FP8,
-    _angles,
-    _as_float,
-    _kind,
-    _load_pairs,
-    _paging,
-    _rotated,
-    _store,
-    _store_pairs,
-)
+from hal.backends.cuda.rope_kv_write import _angles, _load_pairs, _rotated, _store, _store_pairs
+from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.ops.spec import FP8
 from hal.triton import launch
 
 ROWS = 8
@@ -138,7 +130,7 @@ def qk_norm_rope_kv_write_kernel(
                 _store_rest(at, rest, known, eps, HEAD_DIM, ROTARY, 0, False)
 
 
-_plans: dict[tuple[object, ...], tuple[launch.Launch, tuple[int, ...]]] = launch.keeps({})
+_plans: Plans[tuple[launch.Launch, tuple[int, ...]]] = Plans()
 
 
 def _plan(
@@ -147,16 +139,16 @@ def _plan(
 ) -> tuple[launch.Launch, tuple[int, ...]]:  # fmt: skip
     page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
     if k_cache is not None and v_cache is not None and v is not None:
-        page, kc, vc = _paging(k_cache, v_cache)
+        page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
         v_strides, v_head_dim = v.stride()[:2], v.shape[2]
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
-    unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
+    unit = copy_unit(strides)
     on = pdl(q.get_device())
-    fp8 = [cache is not None and cache.dtype in _FP8 for cache in (k_cache, v_cache)]
+    fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
     start = qk_norm_rope_kv_write_kernel.bind(
         Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
         PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k), K_FP8=fp8[0],
-        V_FP8=fp8[1], K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit, ROWS=ROWS, PDL=on, num_warps=4,
+        V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), UNIT=unit, ROWS=ROWS, PDL=on, num_warps=4,
         launch_pdl=on,
     )  # fmt: skip
     return start, tuple(s // unit for s in strides)
@@ -179,17 +171,13 @@ def qk_norm_rope_kv_write(
     if k_cache is None or v_cache is None or v is None:
         v = k_cache = v_cache = slots = None
     else:
-        num_slots, *inner, _ = k_cache.shape
-        if len(inner) == 2:
-            num_slots *= inner[0]
+        num_slots = count_slots(k_cache)
         key = (
-            *key, *inner, v.shape[2], v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype, v_cache.dtype,
-            k_scale.__class__, v_scale.__class__,
+            *key, k_cache.shape[1:], v.shape[2], v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype,
+            v_cache.dtype, k_scale.__class__, v_scale.__class__,
         )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= 4096:
-            _plans.clear()
         plan = _plans[key] = _plan(
             q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k
         )
@@ -198,11 +186,11 @@ def qk_norm_rope_kv_write(
         return
     plan[0].start(
         (programs, 1, 1), q, k, v, q_weight, k_weight, cos_sin_cache,
-        positions, k_cache, v_cache, slots, _as_float(k_scale), _as_float(v_scale), float(eps), *plan[1],
+        positions, k_cache, v_cache, slots, scale_of(k_scale), scale_of(v_scale), float(eps), *plan[1],
         max_positions, num_slots, n,
     )  # fmt: skip
 
 
 def supports(sig: Any) -> str | None:
     """Everything, but fp8 caches on devices that can't convert to fp8."""
-    return no_fp8(sig, "k_cache", "v_cache")
+    return refuse_fp8(sig, "k_cache", "v_cache")

@@ -9,13 +9,16 @@ depend on the position is asked for before it. fp32 arithmetic, one rounding.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, float8_e4m3fn, float8_e5m2
-from torch.cuda import get_device_capability
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
 from hal.backends.cuda._device import pdl
+from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.ops.spec import FP8
 from hal.triton import launch
 
 Tile = tuple[int, int, int, int]
@@ -27,7 +30,6 @@ TILES: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (MANY, ((96, 8, 4, 1), (1024, 16, 8, 2), (MANY, 16, 8, 4))),
 )
 """Up to so many heads of q: the tiles. Measured on an H200 (sm_90); elsewhere untuned: compile-checked."""
-NONE, FLOAT, POINTER = 0, 1, 2
 
 
 @triton.jit
@@ -210,8 +212,7 @@ class _Plan:
         self.strides, self.sizes = strides, sizes
 
 
-_plans: dict[tuple[object, ...], _Plan] = launch.keeps({})
-_FP8 = (float8_e4m3fn, float8_e5m2)
+_plans: Plans[_Plan] = Plans()
 
 
 def _plan(
@@ -220,17 +221,18 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
     if k_cache is not None and v_cache is not None and v is not None:
-        page, kc, vc = _paging(k_cache, v_cache)
+        page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
         v_strides, v_head_dim = v.stride()[:2], v.shape[2]
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
-    unit = next(u for u in (16, 8, 1) if all(s % u == 0 for s in strides))
+    unit = copy_unit(strides)
     on = pdl(q.get_device())
     q_heads = q.shape[1]
-    fp8 = [cache is not None and cache.dtype in _FP8 for cache in (k_cache, v_cache)]
+    fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
     sizes = tiled(
         q_heads, k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
         PAGE=page, K_AT=0, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
-        K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=_kind(k_scale), V_KIND=_kind(v_scale), UNIT=unit, PDL=on, launch_pdl=on,
+        K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), UNIT=unit, PDL=on,
+        launch_pdl=on,
     )  # fmt: skip
     return _Plan(tuple(s // unit for s in strides), sizes)
 
@@ -251,20 +253,6 @@ def tiled(
         )  # fmt: skip
         sizes.append((most, bound, kv_tokens, -(-kv_heads // kv_tile), q_tokens, -(-q_heads // q_tile)))
     return sizes
-
-
-def _paging(k_cache: Tensor, v_cache: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Page size and the strides (page, token, head) of both; 1 and no page stride where pages are seamless."""
-    if k_cache.ndim == 3:
-        return 1, (k_cache.stride(0), 0, k_cache.stride(1)), (v_cache.stride(0), 0, v_cache.stride(1))
-    page, kc, vc = k_cache.shape[1], k_cache.stride(), v_cache.stride()
-    if kc[0] == page * kc[1] and vc[0] == page * vc[1]:
-        return 1, (kc[1], 0, kc[2]), (vc[1], 0, vc[2])
-    return page, kc[:3], vc[:3]
-
-
-def _kind(scale: object) -> int:
-    return NONE if scale is None else POINTER if isinstance(scale, Tensor) else FLOAT
 
 
 def rope_kv_write(
@@ -292,12 +280,10 @@ def rope_kv_write(
             k.stride(),
         )
     else:
-        num_slots, *inner, _ = k_cache.shape
-        if len(inner) == 2:
-            num_slots *= inner[0]
+        num_slots = count_slots(k_cache)
         key = (
-            q_heads, head_dim, rotary, interleaved, write_k, device, *inner, v.shape[2], q.stride(), k.stride(),
-            v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype, v_cache.dtype,
+            q_heads, head_dim, rotary, interleaved, write_k, device, k_cache.shape[1:], v.shape[2], q.stride(),
+            k.stride(), v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype, v_cache.dtype,
             k_scale.__class__, v_scale.__class__,
         )  # fmt: skip
     plan = _plans.get(key)
@@ -305,7 +291,7 @@ def rope_kv_write(
     if plan is None:
         plan = _plan(q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k)
     if k_scale.__class__ is int or v_scale.__class__ is int:
-        k_scale, v_scale = _as_float(k_scale), _as_float(v_scale)
+        k_scale, v_scale = scale_of(k_scale), scale_of(v_scale)
     for most, run, kv_tokens, kv_parts, q_tokens, q_parts in plan.sizes:  # noqa: B007 - the last one has no limit
         if n <= most:
             break
@@ -317,23 +303,26 @@ def rope_kv_write(
         # All at once: a request must not wait for the compiler because more tokens came.
         for _, other, *_ in plan.sizes:
             other.prepare(*args)
-        if len(_plans) >= 4096:
-            _plans.clear()
         _plans[key] = plan
     programs = (n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts
     if programs:
         run.start((programs, 1, 1), *args)
 
 
-def _as_float(scale: float | Tensor | None) -> float | Tensor | None:
-    return float(scale) if scale.__class__ is int else scale
+def warm(device: torch.device, args: dict[str, Any] | None) -> None:
+    """Positions of -1: nothing is rotated, nothing is written."""
+    if args is None:
+        q = torch.zeros(1, 32, 128, dtype=torch.bfloat16, device=device)
+        k, cache = q[:, :8].contiguous(), torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=device)
+        at = torch.zeros(1, dtype=torch.int64, device=device)
+        args = {
+            "q": q, "k": k, "v": k.clone(), "positions": at,
+            "cos_sin_cache": torch.zeros(1, 128, dtype=torch.float32, device=device),
+            "k_cache": cache, "v_cache": cache.clone(), "slots": at,
+        }  # fmt: skip
+    rope_kv_write(**{**args, "positions": torch.full_like(args["positions"], -1)})
 
 
 def supports(sig: Any) -> str | None:
     """Everything, but fp8 caches on devices that can't convert to fp8."""
-    caches = (sig["k_cache"], sig["v_cache"])
-    if sig.device == "cuda" and any(c is not None and c.dtype in _FP8 for c in caches):
-        major, minor = get_device_capability()
-        if (major, minor) < (8, 9):
-            return f"fp8: no conversion to fp8 on compute capability {major}.{minor}; 8.9 has it"
-    return None
+    return refuse_fp8(sig, "k_cache", "v_cache")

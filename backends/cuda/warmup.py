@@ -103,10 +103,11 @@ def warmup(
                 given = like.get(op)
                 bind = contracts.get_spec(op).bind
                 args = None if given is None else bind(**given) if isinstance(given, dict) else bind(*given)
+                module = importlib.import_module(f"hal.backends.cuda.{op}")
                 if op in CORE:
-                    globals()[f"_{op}"](where, args)
+                    module.warm(where, args)
                     continue
-                launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
+                launcher = getattr(module, op)
                 for call in calls(op, args or example(op, where)):
                     launcher(**call)
         torch.cuda.synchronize()
@@ -186,64 +187,6 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for bs in sizes
     ]
-
-
-def _get_last_loc(where: torch.device, args: dict[str, Any] | None) -> None:
-    from hal.backends.cuda.get_last_loc import get_last_loc
-
-    zero = torch.zeros(1, dtype=torch.int64, device=where)
-    get_last_loc(
-        **(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero})
-    )
-
-
-def _assign_extend_cache_locs(where: torch.device, args: dict[str, Any] | None) -> None:
-    """All three: for few requests, for some more, and for many."""
-    from hal.backends.cuda.assign_extend_cache_locs import FEW, assign_extend_cache_locs
-
-    zero = torch.zeros(1, dtype=torch.int64, device=where)
-    given = args or {
-        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
-        "end_offsets": zero, "out": zero,
-    }  # fmt: skip
-    for bs in (1, *(few + 1 for few in FEW)):
-        index = [
-            torch.zeros(bs, dtype=given[n].dtype, device=where)
-            for n in ("req_pool_indices", "start_offsets", "end_offsets")
-        ]
-        assign_extend_cache_locs(
-            given["req_to_token"], *index, torch.zeros(1, dtype=given["out"].dtype, device=where)
-        )
-
-
-def _rope_kv_write(where: torch.device, args: dict[str, Any] | None) -> None:
-    """Positions of -1: nothing is rotated, nothing is written."""
-    from hal.backends.cuda.rope_kv_write import rope_kv_write
-
-    if args is None:
-        q = torch.zeros(1, 32, 128, dtype=torch.bfloat16, device=where)
-        k, cache = q[:, :8].contiguous(), torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=where)
-        at = torch.zeros(1, dtype=torch.int64, device=where)
-        args = {
-            "q": q, "k": k, "v": k.clone(), "positions": at,
-            "cos_sin_cache": torch.zeros(1, 128, dtype=torch.float32, device=where),
-            "k_cache": cache, "v_cache": cache.clone(), "slots": at,
-        }  # fmt: skip
-    rope_kv_write(**{**args, "positions": torch.full_like(args["positions"], -1)})
-
-
-def _kv_transfer(where: torch.device, args: dict[str, Any] | None) -> None:
-    """Slots of -1: nothing is moved. Makes the staging of the current stream too."""
-    from hal.backends.cuda import _staging
-    from hal.backends.cuda.kv_transfer import kv_transfer
-
-    _staging.buffers(where)
-    if args is None:
-        return
-    none = torch.full((1,), -1, dtype=args["src_slots"].dtype, device="cpu")
-    for a, b in ((args["src"], args["dst"]), (args["dst"], args["src"])):
-        if all(p.pinned or p.device.type == "cuda" for p in (a, b)):
-            kv_transfer(a, b, none.to(where), none.to(where), method="kernel")
 
 
 def status() -> dict[str, str]:

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda._spans import MANY, Tile, clamped, grid, turns
+from hal.backends.cuda._spans import MANY, Launches, Tile, clamped, grid, turns
 from hal.triton import launch
 
 TILES = {1: Tile(128, 256, 2), MANY: Tile(64, 256, 4)}
@@ -58,18 +57,7 @@ def write_kernel(
         total = tl.minimum(total + tl.sum(length, 0), size)
 
 
-class _Launches(dict[tuple[int, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int]) -> launch.Launch:
-        device, group = key
-        on = pdl(device)
-        chunk, lengths, warps = TILES[group]
-        self[key] = write_kernel.bind(
-            PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+_launches = Launches(write_kernel, TILES)
 
 
 def write_req_to_token(
@@ -85,7 +73,3 @@ def write_req_to_token(
         programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
         bs, rows, width, req_to_token.stride(0), size, each, log,
     )  # fmt: skip
-
-
-def supports(sig: object) -> None:
-    """Every call of the contract."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import hal
 from hal.demo.model import Batch
-from hal.kv.pool import KVPool, SlotAllocator
+from hal.kv.allocator import SlotAllocator
+from hal.kv.pool import KVPool
 
 Prefix = tuple[int, tuple[int, ...]]
 """The page before (-1: none) and a page's own tokens: with that, all tokens up to the page's end."""

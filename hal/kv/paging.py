@@ -1,5 +1,5 @@
-"""`num_new_pages`: on the host, what `alloc_extend` and `alloc_decode` will take, before they are called; `listed` and
-`runs`, for adapters of attention that takes no listing but a well-formed one."""
+"""`num_new_pages`: on the host, what `alloc_extend` and `alloc_decode` will take, before they are called; `list_keys`
+and `runs`, for adapters of attention that takes no listing but a well-formed one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Listing:
         return torch.where(own, self.slots[torch.where(own, self.begin.view(-1, 1) + at, 0)], 0), own
 
 
-def listed(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window: int = -1) -> Listing:
+def list_keys(kv_indptr: Tensor, kv_indices: Tensor, num_slots: int, sliding_window: int = -1) -> Listing:
     """The keys that `decode_attention` sees, for libraries that must be given lengths on the host and no slot but
     one that is there.
 
@@ -120,14 +120,14 @@ class Runs:
         window: how many keys before its own a query sees, of those of its run; -1: all. That is no more than
             `sliding_window` unless each row is a run of its own, whose keys are those that are within it.
         seen: ``[n]`` int64, on the device: how many keys each row sees.
-        named: ``[n]`` bool, on the device: the rows of some request; None: all are.
+        owned: ``[n]`` bool, on the device: the rows of some request; None: all are.
     """
 
     rows: list[int]
     keys: Listing
     window: int
     seen: Tensor
-    named: Tensor | None
+    owned: Tensor | None
 
 
 def runs(
@@ -198,5 +198,5 @@ def runs(
         total, device=device, dtype=torch.int64
     )
     listing = Listing(slots[at].to(torch.int32), begin, keys, lengths.tolist())
-    named = None if bool(owned.all()) else owned.to(device)
-    return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, named)
+    some = None if bool(owned.all()) else owned.to(device)
+    return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, some)

@@ -1,4 +1,4 @@
-"""`KVPool`: the KV cache of all layers as `kv_transfer` sees it, and an allocator of its slots.
+"""`KVPool`: the KV cache of all layers as `kv_transfer` sees it.
 
 A pool is a description, not a copy: it holds the engine's own tensors and says how a (layer, slot)
 is found in them. Layout names are SGLang's.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hal import _host, _memory
-from hal._errors import ArgumentError, HalError
+from hal._errors import ArgumentError
 
 LAYOUTS: dict[str, str] = {
     "layer_first": "[L, S, *row], or L tensors [S, *row]",
@@ -24,6 +24,25 @@ LAYOUTS: dict[str, str] = {
     "page_head": "[P, H, page_size, L, D]",
 }
 """Layout name -> shape. L layers, S slots, P pages, row = (H, D), (1, D) or (D,)."""
+
+
+class _Dims(NamedTuple):
+    """Which dim of a layout's tensor is what; `row` and all behind it are contiguous."""
+
+    layer: int
+    token: int
+    row: int
+    ranks: tuple[int, ...]
+    page: int | None = None
+    head: int | None = None
+
+
+_DIMS = {
+    "layer_first": _Dims(layer=0, token=1, row=2, ranks=(3, 4)),
+    "page_first": _Dims(layer=1, token=0, row=2, ranks=(3, 4)),
+    "page_first_direct": _Dims(layer=1, token=2, row=3, ranks=(4, 5), page=0),
+    "page_head": _Dims(layer=3, token=2, row=4, ranks=(5,), page=0, head=1),
+}
 
 
 @dataclass(frozen=True)
@@ -169,53 +188,42 @@ class KVPool:
             shape, strides = (len(half), *one.shape), (1, *one.stride())
         else:
             shape, strides = tuple(half.shape), half.stride()
-        ranks = {"layer_first": (3, 4), "page_first": (3, 4), "page_first_direct": (4, 5), "page_head": (5,)}
-        if len(shape) not in ranks[self.layout]:
+        dims = _DIMS[self.layout]
+        if len(shape) not in dims.ranks:
             raise _bad(name, f"{want} for layout {self.layout}", _shape(half))
         # A layer each has its own storage: 1 stands for how far apart they are.
         own = slice(1, None) if isinstance(half, tuple) else slice(None)
         if _memory.overlaps(shape[own], strides[own]):
             raise _bad(name, "no two elements in one place", f"strides {tuple(strides)}")
-        lead = {"layer_first": 2, "page_first": 2, "page_first_direct": 3, "page_head": 4}[self.layout]
         inner = 1
-        for n, st in zip(reversed(shape[lead:]), reversed(strides[lead:]), strict=True):
+        for n, st in zip(reversed(shape[dims.row :]), reversed(strides[dims.row :]), strict=True):
             if n != 1 and st != inner:
                 what = "last dim" if self.layout == "page_head" else "token row (what follows layer and slot)"
                 raise _bad(name, f"a contiguous {what}", f"shape {_shape(half)}, strides {tuple(strides)}")
             inner *= n
-        if self.layout == "layer_first":
-            return shape[0], shape[1], shape[2:]
-        if self.layout == "page_first":
-            return shape[1], shape[0], shape[2:]
-        if self.layout == "page_first_direct":
-            pages, layers, page, row = shape[0], shape[1], shape[2], shape[3:]
-        else:
-            pages, layers, page, row = shape[0], shape[3], shape[2], (shape[1], shape[4])
+        row = shape[dims.row :] if dims.head is None else (shape[dims.head], *shape[dims.row :])
+        layers, page = shape[dims.layer], shape[dims.token]
+        if dims.page is None:
+            return layers, page, row
         if page != self.page_size:
             raise _bad(
                 "page_size", f"{page}, which the tensor's shape {_shape(half)} says", str(self.page_size)
             )
-        return layers, pages * page, row
+        return layers, shape[dims.page] * page, row
 
     def _plane(self, half: Tensor | tuple[Tensor, ...]) -> Plane:
-        item = self.dtype.itemsize
+        dims, item = _DIMS[self.layout], self.dtype.itemsize
         if isinstance(half, tuple):
-            st = tuple(s * item for s in half[0].stride())
             bases = tuple(t.data_ptr() for t in half)
-            row = math.prod(half[0].shape[1:]) * item
-            return Plane(bases, self.page_size * st[0], st[0], 1, row, row)
-        st = tuple(s * item for s in half.stride())
-        base = half.data_ptr()
-        layer_dim = {"layer_first": 0, "page_first": 1, "page_first_direct": 1, "page_head": 3}[self.layout]
-        bases = tuple(base + i * st[layer_dim] for i in range(self.num_layers))
-        if self.layout == "page_head":
-            return Plane(bases, st[0], st[2], half.shape[1], st[1], half.shape[4] * item)
-        if self.layout == "page_first_direct":
-            row = math.prod(half.shape[3:]) * item
-            return Plane(bases, st[0], st[2], 1, row, row)
-        slot_dim = 1 - layer_dim
-        row = math.prod(half.shape[2:]) * item
-        return Plane(bases, self.page_size * st[slot_dim], st[slot_dim], 1, row, row)
+            shape, steps = (len(half), *half[0].shape), (0, *half[0].stride())
+        else:
+            shape, steps = tuple(half.shape), half.stride()
+            bases = tuple(half.data_ptr() + i * steps[dims.layer] * item for i in range(self.num_layers))
+        token, size = steps[dims.token] * item, math.prod(shape[dims.row :]) * item
+        page = self.page_size * token if dims.page is None else steps[dims.page] * item
+        if dims.head is None:
+            return Plane(bases, page, token, 1, size, size)
+        return Plane(bases, page, token, shape[dims.head], steps[dims.head] * item, size)
 
     def planes(self) -> tuple[Plane, ...]:
         """One `Plane` for k and, unless v is None, one for v: all that a copying kernel needs to know.
@@ -256,12 +264,13 @@ class KVPool:
         ``[P, page_size, H, D]`` (strided) in page_head: what ``rope_kv_write`` takes as its caches.
         """
 
+        dims = _DIMS[self.layout]
+
         def view(half: Tensor | tuple[Tensor, ...]) -> Tensor:
-            if isinstance(half, tuple) or self.layout == "layer_first":
+            if isinstance(half, tuple):
                 return half[index]
-            if self.layout == "page_head":
-                return half[:, :, :, index].transpose(1, 2)
-            return half[:, index]
+            one = half.select(dims.layer, index)
+            return one if dims.head is None else one.transpose(dims.head, dims.token)
 
         return view(self.k), None if self.v is None else view(self.v)
 
@@ -316,107 +325,6 @@ class KVPool:
             f"KVPool({half}, {self.layout}, layers={self.num_layers}, slots={self.num_slots}, row={row}, "
             f"page_size={self.page_size}, {str(self.dtype).removeprefix('torch.')}@{self.device})"
         )
-
-
-class SlotAllocator:
-    """Hands out the slots of a pool, whole pages, the longest consecutive runs it can.
-
-    Consecutive host slots are what lets `kv_transfer` move many tokens in one copy. Best fit: the
-    smallest free run that holds the request, and only if there is none, several runs, longest first.
-
-    Args:
-        num_slots: capacity in tokens; what exceeds a whole number of pages is never handed out.
-        page_size: every allocation is rounded up to whole pages.
-
-    Example:
-        >>> allocator = SlotAllocator(num_slots=64, page_size=16)
-        >>> slots = allocator.alloc(20)
-        >>> slots.tolist() == list(range(20))
-        True
-        >>> allocator.free(slots); allocator.available
-        64
-    """
-
-    def __init__(self, num_slots: int, page_size: int = 1) -> None:
-        for name, value, least in (("num_slots", num_slots, 0), ("page_size", page_size, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ArgumentError("SlotAllocator", name, f"an int >= {least}", repr(value))
-        self.page_size = page_size
-        self._pages = num_slots // page_size
-        self._runs: dict[int, int] = {0: self._pages} if self._pages else {}
-        self._ends: dict[int, int] = {self._pages: 0} if self._pages else {}
-        self._used = bytearray(self._pages)
-
-    @property
-    def available(self) -> int:
-        """Free slots."""
-        return sum(self._runs.values()) * self.page_size
-
-    def alloc(self, tokens: int) -> Tensor:
-        """`tokens` slots as an int64 CPU tensor; the rest of the last page stays reserved with them.
-
-        Raises:
-            HalError: fewer slots are free; nothing is taken.
-        """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise ArgumentError("SlotAllocator", "tokens", "an int >= 0", repr(tokens))
-        need = -(-tokens // self.page_size)
-        if need > sum(self._runs.values()):
-            raise HalError(
-                f"hal: SlotAllocator: {tokens} slots asked for, {self.available} free; free some first"
-            )
-        taken: list[tuple[int, int]] = []
-        while need:
-            fitting = [start for start, n in self._runs.items() if n >= need]
-            start = (
-                min(fitting, key=lambda s: (self._runs[s], s))
-                if fitting
-                else max(self._runs, key=lambda s: (self._runs[s], -s))
-            )
-            n = min(need, self._runs[start])
-            self._take(start, n)
-            taken.append((start, n))
-            need -= n
-        page = self.page_size
-        runs = [_host.arange(s * page, (s + n) * page) for s, n in taken]
-        return torch.cat(runs)[:tokens] if runs else _host.empty(0, dtype=torch.int64)
-
-    def free(self, slots: Tensor) -> None:
-        """Gives back the pages that hold `slots` (-1 is ignored).
-
-        Raises:
-            ArgumentError: a slot outside the pool, or in a page that is free already; nothing is freed.
-        """
-        pages = sorted({int(s) // self.page_size for s in slots.tolist() if s != -1})
-        for p in pages:
-            if not 0 <= p < self._pages:
-                top = self._pages * self.page_size
-                raise ArgumentError("SlotAllocator", "slots", f"slots in [0, {top})", f"a slot of page {p}")
-            if not self._used[p]:
-                raise ArgumentError(
-                    "SlotAllocator", "slots", "slots in use", f"page {p}, which is free already"
-                )
-        for p in pages:
-            self._give(p, 1)
-
-    def _take(self, start: int, n: int) -> None:
-        length = self._runs.pop(start)
-        del self._ends[start + length]
-        if length > n:
-            self._runs[start + n] = length - n
-            self._ends[start + length] = start + n
-        self._used[start : start + n] = b"\1" * n
-
-    def _give(self, start: int, n: int) -> None:
-        self._used[start : start + n] = bytes(n)
-        end = start + n
-        if end in self._runs:
-            length = self._runs.pop(end)
-            end += length
-        if start in self._ends:
-            start = self._ends.pop(start)
-        self._runs[start] = end - start
-        self._ends[end] = start
 
 
 def _tensors(half: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

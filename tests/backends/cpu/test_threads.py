@@ -19,8 +19,9 @@ import torch
 from cpu.cases import ours
 
 import hal.backends.cpu._pool as pool
-from hal.backends.cpu._bits import peek, shift, store, take
+from hal.backends.cpu._bits import shift, store
 from hal.backends.cpu._jit import Kernel
+from hal.backends.cpu._team import peek, take
 from hal.ops import get_spec
 from hal.ops.kv_transfer import stacked
 from hal.ops.proofs.judge import right_any
