@@ -1,7 +1,8 @@
 """Runs vLLM in this process, on several models one after the other: ``python vllm_worker.py jobs.json results.json``.
 
-A job names a model's folder, settings of ``LLM``, and rounds of prompts; its result says which tokens came, what the
-model was built of, and which of hal's ops ran on which backend. What a job raises is its result too.
+A job names a model's folder, what is added to the environment, settings of ``LLM``, and rounds of prompts; its result
+says which tokens came, what the model was built of, and which of hal's ops ran on which backend. What a job raises is
+its result too.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ def run(job: dict[str, Any], llm: Any, counts: Counter[str]) -> dict[str, Any]:
         rounds.append({
             "tokens": [list(o.outputs[0].token_ids) for o in outs], "cached": [o.num_cached_tokens or 0 for o in outs],
         })  # fmt: skip
+    if "tensor_parallel_size" in job.get("llm", {}):
+        # vLLM ends its processes, and HAL_TRACE's file is written once a second: by one call more.
+        time.sleep(1.1)
+        llm.generate(
+            [{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )
     return {"rounds": rounds, "preempted": counts["preempted"], "classes": llm.apply_model(classes)[0]}
 
 
@@ -79,6 +86,11 @@ def main(jobs: str, results: str) -> None:
     engine: tuple[Any, ...] | None = None
     for job in json.loads(Path(jobs).read_text()):
         begin = time.monotonic()
+        if "env" in job:
+            import hal
+
+            os.environ.update(job["env"])
+            hal.reload()
         try:
             # Jobs of one model and the same settings, one after the other, share an engine.
             wanted = job["model"], job.get("llm", {})

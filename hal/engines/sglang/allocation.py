@@ -103,10 +103,6 @@ def write_cache_indices(
     hal.write_req_to_token(table, rows, prefix, seq_lens_tensor, out_cache_loc)
 
 
-def get_last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
-    return hal.get_last_loc(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
-
-
 def compute_position(
     attn_backend: str, extend_prefix_lens: Tensor, extend_seq_lens: Tensor, extend_seq_lens_sum: int
 ) -> tuple[Tensor, Tensor]:

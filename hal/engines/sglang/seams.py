@@ -21,7 +21,7 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 HOST = "sglang.srt.mem_cache.pool_host"
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
-    f"{ALLOCATION}.get_last_loc": "allocation.get_last_loc",
+    f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hal.engines import asked
 
 HERE = "hal.engines.vllm"
+SPEC = "HalOffloadingSpec"
+"""hal's name among vLLM's specs of KV offloading."""
 
 ATTENTION = (
     "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER",
@@ -28,9 +30,13 @@ def register() -> None:
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     # Chosen by vLLM's own flag, --attention-backend CUSTOM. A path: nothing is imported until then.
     register_backend(AttentionBackendEnum.CUSTOM, f"{HERE}.choose.Custom")
+    # Chosen by spec_name in --kv-transfer-config.
+    if SPEC not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(SPEC, f"{HERE}.choose", SPEC)
     if asked("vllm"):
         from hal.engines.vllm import switch
 

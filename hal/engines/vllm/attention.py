@@ -21,20 +21,15 @@ from hal.engines.vllm.step import Step, StepBuilder
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-class HalAttentionBackend(AttentionBackend):
-    """What vLLM's selector asks. What hal lacks it answers by the reason."""
+class SharedAnswers:
+    """What both of hal's backends answer to vLLM's selector. What hal lacks they answer by the reason."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = limits.KV_DTYPES
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[HalAttentionImpl]:
-        return HalAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
@@ -49,14 +44,6 @@ class HalAttentionBackend(AttentionBackend):
         return 0 < head_size <= 576
 
     @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return bool(attn_type == AttentionType.DECODER)
-
-    @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
@@ -67,6 +54,24 @@ class HalAttentionBackend(AttentionBackend):
             )
         reasons = limits.of_config(get_current_vllm_config())
         return "; ".join(reasons) or None
+
+
+class HalAttentionBackend(SharedAnswers, AttentionBackend):
+    """What vLLM's selector asks."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = limits.KV_DTYPES
+
+    @staticmethod
+    def get_impl_cls() -> type[HalAttentionImpl]:
+        return HalAttentionImpl
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return bool(attn_type == AttentionType.DECODER)
 
     # vLLM before 0.30 or so asks the backend for the cache's shape; later ones have this shape for all.
 

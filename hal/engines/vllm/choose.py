@@ -1,4 +1,4 @@
-"""The class that a name stands for, decided when vLLM asks: this module's `Custom`, `CPU_ATTN` and `CPU_MLA`.
+"""The class that a name stands for, decided when vLLM asks: `Custom`, `CPU_ATTN`, `CPU_MLA`, `HalOffloadingSpec`.
 
 vLLM resolves a registered path by ``getattr(module, name)`` while its configuration is set.
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hal.engines import require
+from hal.engines import EngineError, require
+
+OFFLOADING = ">=0.32,<0.33"
+"""The versions that KV offloading is tested with: vLLM calls its seam experimental."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "HalOffloadingSpec":
+        return _offloading()
     if name not in ("Custom", "CPU_ATTN", "CPU_MLA"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config
@@ -29,3 +34,20 @@ def __getattr__(name: str) -> Any:
     from hal.engines.vllm.attention import HalAttentionBackend
 
     return HalAttentionBackend
+
+
+def _offloading() -> Any:
+    """Raises:
+    EngineError: a vLLM whose offloading hal was not tested with.
+    """
+    from hal.registry._requirements import satisfies
+
+    version = require("vllm")
+    if not satisfies(version, OFFLOADING):
+        raise EngineError(
+            f"hal: vllm's KV offloading on hal is tested with vllm{OFFLOADING}; this is {version} — take spec_name "
+            "HalOffloadingSpec out of kv_connector_extra_config"
+        )
+    from hal.engines.vllm.offload import HalOffloadingSpec
+
+    return HalOffloadingSpec

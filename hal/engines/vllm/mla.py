@@ -12,47 +12,23 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
-from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl, MultipleOf
+from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 
 import hal
 from hal import _host
 from hal.engines.vllm import limits
-from hal.engines.vllm.attention import FP8, HalAttentionBackend
-from hal.engines.vllm.step import Step, StepBuilder
+from hal.engines.vllm.attention import FP8, SharedAnswers
+from hal.engines.vllm.step import Step
 
 
-class HalMLABackend(MLACommonBackend):
+class HalMLABackend(SharedAnswers, MLACommonBackend):
     """What vLLM's selector asks."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = HalAttentionBackend.supported_dtypes
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [d for d in limits.KV_DTYPES if d != "fp8_e5m2"]
-    forward_includes_kv_cache_update: bool = False
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[HalMLAImpl]:
         return HalMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[StepBuilder]:
-        return StepBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return 0 < head_size <= 576
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
-    ) -> str | None:
-        return HalAttentionBackend.supports_combination(head_size, dtype, kv_cache_dtype)
 
 
 class HalMLAImpl(MLAAttentionImpl[Step]):

@@ -158,22 +158,10 @@ def rope(
     return q, k
 
 
-def _rope_fake(
-    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query, memory_format=torch.contiguous_format), torch.empty_like(
-        key, memory_format=torch.contiguous_format
-    )
-
-
 def rope_q(positions: Tensor, query: Tensor, table: Tensor, head_size: int, is_neox: bool) -> Tensor:
     q = query.clone(memory_format=torch.contiguous_format)
     rotate(positions, q, None, table, head_size, is_neox)
     return q
-
-
-def _rope_q_fake(positions: Tensor, query: Tensor, table: Tensor, head_size: int, is_neox: bool) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def rope_(
@@ -182,12 +170,10 @@ def rope_(
     rotate(positions, query, key, table, head_size, is_neox)
 
 
-def _rope_in_place_fake(
-    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
-) -> None:
-    return None
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-direct_register_custom_op("rope", rope, [], _rope_fake, LIBRARY)
-direct_register_custom_op("rope_q", rope_q, [], _rope_q_fake, LIBRARY)
-direct_register_custom_op("rope_", rope_, ["query", "key"], _rope_in_place_fake, LIBRARY)
+direct_register_custom_op("rope", rope, [], lambda _, q, k, *others: (_empty(q), _empty(k)), LIBRARY)
+direct_register_custom_op("rope_q", rope_q, [], lambda _, q, *others: _empty(q), LIBRARY)
+direct_register_custom_op("rope_", rope_, ["query", "key"], lambda *all_of_it: None, LIBRARY)

@@ -1,0 +1,198 @@
+"""vLLM's KV offloading on `kv_transfer`: blocks to a pool in host memory and back, for its `OffloadingConnector`.
+
+Which blocks, and which must make room, is decided by vLLM's own manager, whose indices are the slots here: a row is a
+layer's whole block, a slot of the host pool has those of all layers, one after the other. A block can be read from the
+host when its store was reported by `get_finished`, and by vLLM's contract not before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+import hal
+from hal import KVPool
+from hal.engines import EngineError
+
+
+class HalOffloadingSpec(CPUOffloadingSpec):
+    """``spec_name`` in vLLM's ``kv_connector_extra_config``, beside ``cpu_bytes_to_use``: of all processes together.
+
+    Raises:
+        EngineError: the host pool would not have a single chunk, or the settings ask for what it can't do.
+    """
+
+    # Memory of each process's own: vLLM aligns what its processes share.
+    BLOCK_SIZE_ALIGNMENT = 1
+
+    _worker: HalOffloadingWorker | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.canonical_layout:
+            raise _error("canonical_layout: hal's host pool has the blocks of one process as they are")
+        if self.kv_bytes_per_chunk and not self.num_chunks:
+            raise _error(
+                f"cpu_bytes_to_use={self.extra_config['cpu_bytes_to_use']} holds no chunk: one takes "
+                f"{self.kv_bytes_per_chunk} bytes, {self.blocks_per_chunk} blocks of all layers and processes"
+            )
+
+    def _uses_shared_region(self) -> bool:
+        return False
+
+    def get_worker(self, kv_caches: Any) -> HalOffloadingWorker:
+        if self._worker is None:
+            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+        return self._worker
+
+
+@dataclass
+class Transfer:
+    """A copy that was submitted. On the CPU it is done by then."""
+
+    job: int
+    bytes: int
+    seconds: float = 0.0
+    start: Any = None
+    end: Any = None
+
+    def finished(self) -> bool:
+        return self.end is None or bool(self.end.query())
+
+    def result(self) -> TransferResult:
+        if self.end is not None:
+            self.seconds = self.start.elapsed_time(self.end) * 1e-3
+        return TransferResult(self.job, True, self.bytes, self.seconds)
+
+
+class HalOffloadingWorker(OffloadingWorker):
+    """One process's host pool, and the copies to and from it, in the order of its stream.
+
+    Args:
+        kv_caches: vLLM's blocks, a tensor ``[blocks, bytes]`` a layer (or a set of layers that share memory).
+        blocks_per_chunk: of vLLM's blocks in a chunk, which is what its manager counts in.
+        chunks: in the host pool.
+    """
+
+    def __init__(self, kv_caches: Any, blocks_per_chunk: int, chunks: int) -> None:
+        pages = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
+        self.device = pages[0].device
+        self.blocks, self.blocks_per_chunk = pages[0].shape[0], blocks_per_chunk
+        self.slots = chunks * blocks_per_chunk
+        self.host = torch.zeros(
+            self.slots, sum(p.shape[1] for p in pages), dtype=torch.int8, device="cpu",
+            pin_memory=self.device.type != "cpu",
+        )  # fmt: skip
+        rows = self.host.split_with_sizes([p.shape[1] for p in pages], dim=1)
+        self.groups: list[list[tuple[KVPool, KVPool]]] = []
+        for refs in kv_caches.group_data_refs:
+            used = sorted({r.tensor_idx for r in refs})
+            # Rows of one pool are of one size.
+            self.groups.append([
+                (KVPool([pages[i] for i in same]), KVPool([rows[i] for i in same]))
+                for size in sorted({pages[i].shape[1] for i in used})
+                for same in [[i for i in used if pages[i].shape[1] == size]]
+            ])  # fmt: skip
+        self.pending: deque[Transfer] = deque()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._submit(job_id, src_spec, dst_spec, store=True)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._submit(job_id, dst_spec, src_spec, store=False)
+        return True
+
+    def _submit(self, job: int, on_device: Any, on_host: Any, *, store: bool) -> None:
+        """Raises:
+        EngineError: a block or chunk that does not exist, or the copy failed. Then the job never finishes, so that
+            nothing of it is ever read.
+        """
+        what = f"job {job}, {len(on_device.block_ids)} blocks {'to' if store else 'from'} the host"
+        try:
+            # Before anything is written: `kv_transfer` passes over slots that are not there.
+            slots = list(self._pair(on_device, on_host))
+            transfer = Transfer(job, 0)
+            if self.device.type != "cpu":
+                transfer.start, transfer.end = (
+                    torch.Event(self.device, enable_timing=True) for _ in range(2)
+                )
+                transfer.start.record()
+            begin = time.perf_counter()
+            for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
+                for device, host in pools if len(device_slots) else ():
+                    if store:
+                        hal.kv_transfer(device, host, device_slots, host_slots)
+                    else:
+                        hal.kv_transfer(host, device, host_slots, device_slots)
+                    transfer.bytes += len(device_slots) * device.num_layers * device.row_shape[0]
+            transfer.seconds = time.perf_counter() - begin
+            if transfer.end is not None:
+                transfer.end.record()
+        except Exception as e:
+            raise _error(f"{what}: {e}") from e
+        self.pending.append(transfer)
+
+    def _pair(self, on_device: Any, on_host: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each group of layers: (slots of the device, slots of the host), int64 ``[n]`` on the CPU."""
+        blocks = torch.from_numpy(on_device.block_ids).long()
+        chunks = torch.from_numpy(on_host.block_ids).long()
+        _check("block", blocks, self.blocks)
+        _check("chunk of the host pool", chunks, self.slots // self.blocks_per_chunk)
+        sizes, firsts = on_device.group_sizes, on_device.block_indices
+        if len(sizes) != len(self.groups):
+            raise ValueError(f"expected blocks of {len(self.groups)} groups of layers; got {len(sizes)}")
+        block = chunk = 0
+        for size, first in zip(sizes, firsts, strict=True):
+            # A request's blocks may begin in the middle of a chunk.
+            skip = first % self.blocks_per_chunk if size else 0
+            places = torch.arange(skip, skip + size, dtype=torch.int64, device="cpu")
+            whole = -(-(skip + size) // self.blocks_per_chunk) if size else 0
+            here = chunks[chunk : chunk + whole]
+            if len(here) != whole or block + size > len(blocks):
+                raise ValueError(
+                    f"expected {whole} chunks for {size} blocks; got {len(here)} of {len(chunks)}"
+                )
+            host = (
+                here[places // self.blocks_per_chunk] * self.blocks_per_chunk + places % self.blocks_per_chunk
+            )
+            yield blocks[block : block + size], host
+            block, chunk = block + size, chunk + whole
+        if (block, chunk) != (len(blocks), len(chunks)):
+            raise ValueError(
+                f"expected {block} blocks and {chunk} chunks, as the groups say; got {len(blocks)} and {len(chunks)}"
+            )
+
+    def get_finished(self) -> list[TransferResult]:
+        found = []
+        while self.pending and self.pending[0].finished():
+            found.append(self.pending.popleft().result())
+        return found
+
+    def wait(self, job_ids: set[int]) -> None:
+        for transfer in self.pending:
+            if transfer.job in job_ids and transfer.end is not None:
+                transfer.end.synchronize()
+
+    def shutdown(self) -> None:
+        self.wait({t.job for t in self.pending})
+        self.pending.clear()
+        self.groups.clear()
+        self.host = self.host[:0].clone()
+
+
+def _check(what: str, ids: Tensor, count: int) -> None:
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+        raise ValueError(f"expected each {what} in [0, {count}); got {ids.tolist()}")
+
+
+def _error(what: str) -> EngineError:
+    return EngineError(f"hal: vllm's KV offloading on hal: {what}")
