@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,8 @@ INSTALL = (
     "pip install triton-ascend==3.2.0 pybind11 ascendnpu-ir==1.2.0 llvmlite 'numpy<2.4'"
 )
 
+NO_C_COMPILER = "there is no C compiler for the lane's runtime; install gcc or clang, or name one in CC"
+
 
 def missing() -> str | None:
     """Why kernels can't be lowered here, with the remedy; None if they can."""
@@ -41,7 +44,14 @@ def missing() -> str | None:
         return f"triton-ascend is installed but the package triton is not importable; {INSTALL}"
     if not (Path(spec.origin).parent / "backends" / "ascend").is_dir():
         return f"the folder of the package triton belongs to triton, which overwrote triton-ascend; {INSTALL}"
+    if c_compiler() is None:
+        return NO_C_COMPILER
     return None
+
+
+def c_compiler() -> str | None:
+    """``$CC``, else gcc or clang, as Triton looks for one."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 @functools.lru_cache(maxsize=1)

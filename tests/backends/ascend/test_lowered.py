@@ -12,7 +12,7 @@ from ascend import kernels, sabotage
 
 from hal import lowered
 from hal.lowered import compile as compiler
-from hal.lowered import instrument, machine, toolchain
+from hal.lowered import instrument, machine, runtime, toolchain
 
 I32 = torch.int32
 
@@ -199,3 +199,27 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(lowered.ToolchainError, match="ascendnpuir is not importable"):
         toolchain.bishengir.__wrapped__("bishengir-opt")
+
+
+def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert toolchain.missing() == toolchain.NO_C_COMPILER
+    with pytest.raises(lowered.ToolchainError, match="install gcc or clang, or name one in CC"):
+        runtime._library()
+
+
+def test_a_c_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(lowered.ToolchainError, match="the lowered lane can't run: false failed"):
+        runtime._library()
+
+
+def test_the_runtime_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    runtime._library()
+    (kept,) = tmp_path.rglob("*.so")
+    before = kept.stat().st_mtime_ns
+    assert runtime._library()._name == str(kept)
+    assert kept.stat().st_mtime_ns == before
