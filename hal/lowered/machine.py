@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import struct
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hal.lowered import instrument, runtime, toolchain
@@ -104,11 +106,8 @@ class Machine:
 
         self.lowered, self.traced = lowered, traced
         self.params = instrument.params(lowered.llvm)[1]
-        _initialise()
-        target = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, jit=True
-        )
         self._run = runtime.load()
+        target = _target()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(_machine_code(lowered, traced, target)))
         self._engine.finalize_object()
@@ -292,43 +291,53 @@ def _program(linear: int, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1])
 
 
-def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
-    """The object file of a kernel and its runtime, from the cache on disk or compiled now."""
+@functools.lru_cache(maxsize=1)
+def _host() -> tuple[str, str, str]:
+    """This CPU's name and features, and all that an object file depends on besides its kernel."""
     import llvmlite
     import llvmlite.binding as llvm
 
-    text = instrument.instrument(lowered.llvm, traced)
-    cpu = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__)
-    key = hashlib.sha256(repr((cpu, traced, text)).encode()).hexdigest()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    ours = [
+        Path(file).read_text(encoding="utf-8") for file in (__file__, instrument.__file__, runtime.__file__)
+    ]
+    return cpu, features, repr((cpu, features, llvmlite.__version__, ours))
+
+
+def _target() -> Any:
+    """LLVM for this CPU; anew for each engine, which owns it."""
+    import llvmlite.binding as llvm
+
+    cpu, features, _ = _host()
+    triple = llvm.Target.from_default_triple()
+    return triple.create_target_machine(cpu=cpu, features=features, opt=1, jit=True)
+
+
+def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
+    """The object file of a kernel, from the cache on disk or compiled now."""
+    import llvmlite.binding as llvm
+
+    key = hashlib.sha256(repr((_host()[2], traced, lowered.llvm)).encode()).hexdigest()
     path = toolchain.cache_dir() / key[:2] / f"{key}.o"
     with contextlib.suppress(OSError):
         return path.read_bytes()
     try:
-        module = llvm.parse_assembly(text)
+        module = llvm.parse_assembly(instrument.instrument(lowered.llvm, traced))
         module.verify()
     except RuntimeError as e:
         raise LoweringError(lowered.name, "LLVM", str(e)) from None
     module.triple = llvm.get_default_triple()
     module.data_layout = str(target.target_data)
-    tuning = llvm.create_pipeline_tuning_options(speed_level=1 if traced else 2)
+    # Most kernels run a few times: what costs more to compile than it saves is left out.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=1)
+    tuning.loop_interleaving = tuning.slp_vectorization = tuning.loop_unrolling = False
     builder = llvm.create_pass_builder(target, tuning)
     builder.getModulePassManager().run(module, builder)
     code = bytes(target.emit_object(module))
     toolchain.keep(path, code)
     return code
-
-
-_ready = False
-
-
-def _initialise() -> None:
-    global _ready
-    if not _ready:
-        import llvmlite.binding as llvm
-
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        _ready = True
 
 
 _machines: dict[tuple[str, bool], Machine] = {}

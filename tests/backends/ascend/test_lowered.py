@@ -151,6 +151,30 @@ def test_one_kernel_in_the_ir(names: tuple[str, ...]) -> None:
         instrument.params("".join(f"define void @{n}(ptr %0) {{\n" for n in names))
 
 
+def test_an_access_that_is_inside_its_buffer_costs_nothing() -> None:
+    """LLVM leaves the check of a block's loop away, and keeps that of an index it can't know."""
+    body = """%buffer = call ptr @malloc(i64 {size})
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %7 ], [ %next, %body ]
+  %more = icmp slt i64 %i, 16
+  br i1 %more, label %body, label %end
+body:
+  %at = getelementptr i32, ptr %buffer, i64 %i
+  store i32 1, ptr %at, align 4
+  %next = add i64 %i, 1
+  br label %loop
+end:
+  call void @free(ptr %buffer)"""
+    form = lowered.Lowered("k", (), (), {}, "", "", "")
+    for size, checked in ((64, False), (60, True)):
+        text = (
+            KERNEL.format(line=body.format(size=size)) + "declare ptr @malloc(i64)\ndeclare void @free(ptr)\n"
+        )
+        code = machine._machine_code(dataclasses.replace(form, llvm=text), True, machine._target())
+        assert (b"hal_check" in code) == checked
+
+
 def test_ir_that_llvm_refuses() -> None:
     t = torch.zeros(16, dtype=I32)
     form = lowered.lower(sabotage.copy_block.jit, (t, t.clone(), 16), {"BLOCK": 16})
