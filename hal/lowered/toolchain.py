@@ -12,6 +12,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from hal import _env
 from hal.lowered.errors import ToolchainError
 
 NEEDED = {
@@ -95,9 +96,8 @@ def fingerprint() -> str:
 
 
 def cache_dir() -> Path:
-    """``$HAL_CACHE_DIR/lowered``, else ``~/.cache/hal/lowered``."""
-    root = os.environ.get("HAL_CACHE_DIR")
-    return (Path(root) if root else Path.home() / ".cache" / "hal") / "lowered"
+    """``lowered`` in the folder that ``HAL_CACHE_DIR`` names."""
+    return Path(_env.cache_dir(), "lowered")
 
 
 def keep(path: Path, what: bytes) -> None:
