@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import struct
@@ -16,10 +17,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hal.lowered import instrument as ir
-from hal.lowered import toolchain
+from hal.lowered import instrument, runtime, toolchain
 from hal.lowered.errors import AccessError, LoweredError, LoweringError, RaceError
 from hal.lowered.lower import Lowered
 
@@ -27,7 +28,6 @@ ARENA_BYTES = 1 << 30
 MAX_PROGRAMS = 65535
 """CANN's limit of a launch's grid."""
 
-_MAX_ARGS = 64
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -105,18 +105,16 @@ class Machine:
         import llvmlite.binding as llvm
 
         self.lowered, self.traced = lowered, traced
-        self.params = ir.params(lowered.llvm)[1]
-        _initialise()
-        target = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, jit=True
-        )
+        self.params = instrument.params(lowered.llvm)[1]
+        self._run = runtime.load()
+        target = _target()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(_machine_code(lowered, traced, target)))
         self._engine.finalize_object()
-        entry = self._engine.get_function_address("hal_run")
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int32] * 3)(entry)
+        self._entry = self._engine.get_function_address("hal_entry")
+        self._constants = self._engine.get_global_value_address("hal_constants")
         self._lock = threading.Lock()
-        self._state = (ctypes.c_int64 * (ir.FIRST_ARG + ir.ARG_WORDS * _MAX_ARGS))()
+        self._state = runtime.State()
         self._sink = ctypes.create_string_buffer(8192)
         self._arena = mmap.mmap(-1, ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         self._arena_at = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
@@ -132,11 +130,11 @@ class Machine:
         self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
     ) -> dict[str, Traffic]:
         state = self._state
-        ctypes.memset(state, 0, ctypes.sizeof(state))
+        ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
         ctypes.memset(self._sink, 0, 8192)
-        state[ir.ARENA] = self._arena_at
-        state[ir.ARENA_END] = self._arena_at + ARENA_BYTES
-        state[ir.SINK] = ctypes.addressof(self._sink)
+        state.arena, state.arena_end = self._arena_at, self._arena_at + ARENA_BYTES
+        state.sink, state.constants = ctypes.addressof(self._sink), self._constants
+        state.traced = self.traced
         names, types = self.lowered.args, self.lowered.types
         words = [0] * 10  # the sync lock and the workspace, which no kernel of ours has
         tensors: list[tuple[str, Any]] = []
@@ -147,47 +145,49 @@ class Machine:
                         f"hal: kernel {self.lowered.name}: {name} is on {value.device}; "
                         "the lowered lane runs on CPU tensors"
                     )
-                at = ir.TAG | len(tensors) << ir.ARG_SHIFT | ir.BIAS if self.traced else value.data_ptr()
+                handle = runtime.HANDLE | len(tensors) << runtime.ARGUMENT_SHIFT
+                at = handle if self.traced else value.data_ptr()
                 words += [at, at, 0, value.numel(), 1]
                 tensors.append((name, value))
             elif type_.startswith("fp"):
                 words.append(struct.unpack("<i", struct.pack("<f", value))[0])
             else:
                 words.append(value - (1 << 64) if value >= 1 << 63 else int(value))
-        if len(words) != len(self.params) - 6 or len(tensors) > _MAX_ARGS:
+        if len(words) != len(self.params) - 6 or len(tensors) > runtime.MAX_ARGUMENTS:
             raise LoweredError(
                 f"hal: kernel {self.lowered.name}: {len(words)} words for {len(self.params) - 6} parameters"
             )
         shadow = _Shadow(state, tensors, shared) if self.traced else None
         packed = (ctypes.c_int64 * len(words))(*words)
         try:
-            self._run(ctypes.addressof(state), ctypes.addressof(packed), *grid)
+            self._run(self._entry, ctypes.addressof(state), ctypes.addressof(packed), *grid)
         finally:
             if shadow is not None:
                 shadow.close()
-        if state[ir.ERROR]:
+        if state.error:
             raise self._error(grid, tensors)
-        return {name: _traffic(state, i) for i, (name, _) in enumerate(tensors)} if self.traced else {}
+        if not self.traced:
+            return {}
+        return {name: _traffic(state.argument[i]) for i, (name, _) in enumerate(tensors)}
 
     def _error(self, grid: tuple[int, int, int], tensors: Sequence[tuple[str, Any]]) -> LoweredError:
         s, name = self._state, self.lowered.name
-        kind, arg, offset, size = (s[i] for i in (ir.ERROR, ir.ERR_ARG, ir.ERR_OFFSET, ir.ERR_SIZE))
-        verb = "write" if s[ir.ERR_WRITE] & ir.WRITE else "read"
-        program = _program(s[ir.ERR_PROGRAM], grid)
-        if kind == ir.MEMORY:
+        kind, offset, size = s.error, s.error_offset, s.error_size
+        verb = "write" if s.error_access & runtime.WRITE else "read"
+        program = _program(s.error_program, grid)
+        if kind == runtime.MEMORY:
             return LoweredError(
                 f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes"
             )
-        if kind == ir.WILD:
+        if kind == runtime.WILD:
             return AccessError(name, None, program, verb, 0, size)
-        if kind == ir.RACE:
-            other = s[ir.ERR_OTHER]
-            return RaceError(
-                name, tensors[arg][0], program, None if other < 0 else _program(other, grid), verb, offset
-            )
-        extent = s[ir.FIRST_ARG + arg * ir.ARG_WORDS + ir.EXTENT]
+        argument = tensors[s.error_argument][0]
+        if kind == runtime.RACE:
+            other = None if s.error_other < 0 else _program(s.error_other, grid)
+            return RaceError(name, argument, program, other, verb, offset)
+        extent = s.argument[s.error_argument].extent
         distance = offset if offset < 0 else max(0, offset + size - extent)
-        return AccessError(name, tensors[arg][0], program, verb, distance, size)
+        return AccessError(name, argument, program, verb, distance, size)
 
 
 class _Shadow:
@@ -197,36 +197,33 @@ class _Shadow:
     cache of gigabytes costs what is used of it.
     """
 
-    def __init__(self, state: Any, tensors: Sequence[tuple[str, Any]], shared: frozenset[str]) -> None:
+    def __init__(
+        self, state: runtime.State, tensors: Sequence[tuple[str, Any]], shared: frozenset[str]
+    ) -> None:
         self._maps: list[mmap.mmap] = []
-        state[ir.ARGS] = len(tensors)
+        state.arguments = len(tensors)
         spans = []
-        for i, (name, t) in enumerate(tensors):
+        for entry, (name, t) in zip(state.argument, tensors, strict=False):
             extent = _extent(t)
-            at = ir.FIRST_ARG + i * ir.ARG_WORDS
-            state[at + ir.BASE] = t.data_ptr()
-            state[at + ir.EXTENT] = extent
-            state[at + ir.SHARED] = name in shared
             dims, inner = _gaps(t)
-            state[at + ir.DIMS] = len(dims)
-            state[at + ir.INNER] = inner
-            for j, (size, stride) in enumerate(dims):
-                state[at + ir.DIM0 + 2 * j] = size
-                state[at + ir.DIM0 + 2 * j + 1] = stride
+            entry.base, entry.extent, entry.shared = t.data_ptr(), extent, name in shared
+            entry.dims, entry.inner = len(dims), inner
+            for dim, (size, stride) in zip(entry.dim, dims, strict=False):
+                dim.size, dim.stride = size, stride
             if extent:
-                spans.append((t.data_ptr(), t.data_ptr() + extent, at))
-        group: list[tuple[int, int, int]] = []
+                spans.append((t.data_ptr(), t.data_ptr() + extent, entry))
+        group: list[tuple[int, int, Any]] = []
         end = 0
-        for span in sorted(spans):
+        for span in sorted(spans, key=lambda s: s[:2]):
             if group and span[0] >= end:
-                self._map(state, group, end)
+                self._map(group, end)
                 group = []
             end = max(end, span[1]) if group else span[1]
             group.append(span)
         if group:
-            self._map(state, group, end)
+            self._map(group, end)
 
-    def _map(self, state: Any, group: list[tuple[int, int, int]], end: int) -> None:
+    def _map(self, group: list[tuple[int, int, Any]], end: int) -> None:
         start = group[0][0]
         size = (end - start) * 4
         both = mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -235,8 +232,8 @@ class _Shadow:
         at = ctypes.addressof(first)
         del first
         for low, _, entry in group:
-            state[entry + ir.WRITERS] = at + (low - start) * 4
-            state[entry + ir.READERS] = at + size + (low - start) * 4
+            entry.writers = at + (low - start) * 4
+            entry.readers = at + size + (low - start) * 4
 
     def close(self) -> None:
         for m in self._maps:
@@ -270,24 +267,22 @@ def _gaps(t: Any) -> tuple[list[tuple[int, int]], int]:
         if stride < reach:
             return [], 0
         reach += (n - 1) * stride
-    if len(dims) > 4:
+    if len(dims) > runtime.MAX_DIMS:
         return [], 0
     return [(n, stride) for stride, n in dims], inner
 
 
-def _traffic(state: Any, i: int) -> Traffic:
-    at = ir.FIRST_ARG + i * ir.ARG_WORDS
-    count = [state[at + ir.COUNT + j] for j in range(4)]
-    size = [state[at + ir.BYTES + j] for j in range(4)]
+def _traffic(entry: runtime.Argument) -> Traffic:
+    count, size = entry.count, entry.bytes
     return Traffic(
         scalar_reads=count[0],
-        scalar_writes=count[1],
-        rows_in=count[2],
-        rows_out=count[3],
-        copies_in=state[at + ir.COPIES],
-        copies_out=state[at + ir.COPIES + 1],
-        bytes_read=size[0] + size[2],
-        bytes_written=size[1] + size[3],
+        scalar_writes=count[runtime.WRITE],
+        rows_in=count[runtime.COPY],
+        rows_out=count[runtime.COPY | runtime.WRITE],
+        copies_in=entry.copies[0],
+        copies_out=entry.copies[1],
+        bytes_read=size[0] + size[runtime.COPY],
+        bytes_written=size[runtime.WRITE] + size[runtime.COPY | runtime.WRITE],
     )
 
 
@@ -296,43 +291,53 @@ def _program(linear: int, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1])
 
 
-def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
-    """The object file of a kernel and its runtime, from the cache on disk or compiled now."""
+@functools.lru_cache(maxsize=1)
+def _host() -> tuple[str, str, str]:
+    """This CPU's name and features, and all that an object file depends on besides its kernel."""
     import llvmlite
     import llvmlite.binding as llvm
 
-    text = ir.instrument(lowered.llvm, traced)
-    cpu = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__)
-    key = hashlib.sha256(repr((cpu, traced, text)).encode()).hexdigest()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    ours = [
+        Path(file).read_text(encoding="utf-8") for file in (__file__, instrument.__file__, runtime.__file__)
+    ]
+    return cpu, features, repr((cpu, features, llvmlite.__version__, ours))
+
+
+def _target() -> Any:
+    """LLVM for this CPU; anew for each engine, which owns it."""
+    import llvmlite.binding as llvm
+
+    cpu, features, _ = _host()
+    triple = llvm.Target.from_default_triple()
+    return triple.create_target_machine(cpu=cpu, features=features, opt=1, jit=True)
+
+
+def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
+    """The object file of a kernel, from the cache on disk or compiled now."""
+    import llvmlite.binding as llvm
+
+    key = hashlib.sha256(repr((_host()[2], traced, lowered.llvm)).encode()).hexdigest()
     path = toolchain.cache_dir() / key[:2] / f"{key}.o"
     with contextlib.suppress(OSError):
         return path.read_bytes()
     try:
-        module = llvm.parse_assembly(text)
+        module = llvm.parse_assembly(instrument.instrument(lowered.llvm, traced))
         module.verify()
     except RuntimeError as e:
         raise LoweringError(lowered.name, "LLVM", str(e)) from None
     module.triple = llvm.get_default_triple()
     module.data_layout = str(target.target_data)
-    tuning = llvm.create_pipeline_tuning_options(speed_level=1 if traced else 2)
+    # Most kernels run a few times: what costs more to compile than it saves is left out.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=1)
+    tuning.loop_interleaving = tuning.slp_vectorization = tuning.loop_unrolling = False
     builder = llvm.create_pass_builder(target, tuning)
     builder.getModulePassManager().run(module, builder)
     code = bytes(target.emit_object(module))
     toolchain.keep(path, code)
     return code
-
-
-_ready = False
-
-
-def _initialise() -> None:
-    global _ready
-    if not _ready:
-        import llvmlite.binding as llvm
-
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        _ready = True
 
 
 _machines: dict[tuple[str, bool], Machine] = {}

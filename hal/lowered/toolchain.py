@@ -7,10 +7,12 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from hal import _env
 from hal.lowered.errors import ToolchainError
 
 NEEDED = {
@@ -25,6 +27,8 @@ INSTALL = (
     "in a virtual environment of its own: pip install torch (the CPU build), then "
     "pip install triton-ascend==3.2.0 pybind11 ascendnpu-ir==1.2.0 llvmlite 'numpy<2.4'"
 )
+
+NO_C_COMPILER = "there is no C compiler for the lane's runtime; install gcc or clang, or name one in CC"
 
 
 def missing() -> str | None:
@@ -41,7 +45,14 @@ def missing() -> str | None:
         return f"triton-ascend is installed but the package triton is not importable; {INSTALL}"
     if not (Path(spec.origin).parent / "backends" / "ascend").is_dir():
         return f"the folder of the package triton belongs to triton, which overwrote triton-ascend; {INSTALL}"
+    if c_compiler() is None:
+        return NO_C_COMPILER
     return None
+
+
+def c_compiler() -> str | None:
+    """``$CC``, else gcc or clang, as Triton looks for one."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,9 +96,8 @@ def fingerprint() -> str:
 
 
 def cache_dir() -> Path:
-    """``$HAL_CACHE_DIR/lowered``, else ``~/.cache/hal/lowered``."""
-    root = os.environ.get("HAL_CACHE_DIR")
-    return (Path(root) if root else Path.home() / ".cache" / "hal") / "lowered"
+    """``lowered`` in the folder that ``HAL_CACHE_DIR`` names."""
+    return Path(_env.cache_dir(), "lowered")
 
 
 def keep(path: Path, what: bytes) -> None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ascend import children
 
 from hal.backends.ascend import hal_backend
 
@@ -82,12 +80,7 @@ def ops_on_guarded_tensors(op: str, guard: Any) -> None:
 
 
 def spawn(what: str, front: bool) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[3]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests/backends'}"}
-    code = f"from ascend.test_guard import child; child({what!r}, {front})"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, check=False
-    )
+    return children.run(f"from ascend.test_guard import child; child({what!r}, {front})")
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["end", "start"])

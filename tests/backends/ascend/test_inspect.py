@@ -62,6 +62,17 @@ def test_buffers_are_counted_with_what_the_compiler_adds() -> None:
     assert not got.binary
 
 
+def test_what_the_compiler_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    t = torch.zeros(4, dtype=I32)
+    form = lowered_form("overlapping", t, t, 4, BLOCK=1024)
+    first = compiler.compile_for(form, "Ascend910B3")
+    monkeypatch.setattr(compiler, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert compiler.compile_for(form, "Ascend910B3") == first
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        compiler.compile_for(form, "Ascend910_9391")
+
+
 def test_a_real_hivmc_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With CANN the stand-in hands over: whoever is called hivmc on PATH makes the binary."""
     fake = tmp_path / "hivmc"

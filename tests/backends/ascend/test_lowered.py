@@ -12,7 +12,7 @@ from ascend import kernels, sabotage
 
 from hal import lowered
 from hal.lowered import compile as compiler
-from hal.lowered import instrument, machine, toolchain
+from hal.lowered import instrument, machine, runtime, toolchain
 
 I32 = torch.int32
 
@@ -151,6 +151,30 @@ def test_one_kernel_in_the_ir(names: tuple[str, ...]) -> None:
         instrument.params("".join(f"define void @{n}(ptr %0) {{\n" for n in names))
 
 
+def test_an_access_that_is_inside_its_buffer_costs_nothing() -> None:
+    """LLVM leaves the check of a block's loop away, and keeps that of an index it can't know."""
+    body = """%buffer = call ptr @malloc(i64 {size})
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %7 ], [ %next, %body ]
+  %more = icmp slt i64 %i, 16
+  br i1 %more, label %body, label %end
+body:
+  %at = getelementptr i32, ptr %buffer, i64 %i
+  store i32 1, ptr %at, align 4
+  %next = add i64 %i, 1
+  br label %loop
+end:
+  call void @free(ptr %buffer)"""
+    form = lowered.Lowered("k", (), (), {}, "", "", "")
+    for size, checked in ((64, False), (60, True)):
+        text = (
+            KERNEL.format(line=body.format(size=size)) + "declare ptr @malloc(i64)\ndeclare void @free(ptr)\n"
+        )
+        code = machine._machine_code(dataclasses.replace(form, llvm=text), True, machine._target())
+        assert (b"hal_check" in code) == checked
+
+
 def test_ir_that_llvm_refuses() -> None:
     t = torch.zeros(16, dtype=I32)
     form = lowered.lower(sabotage.copy_block.jit, (t, t.clone(), 16), {"BLOCK": 16})
@@ -199,3 +223,27 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(lowered.ToolchainError, match="ascendnpuir is not importable"):
         toolchain.bishengir.__wrapped__("bishengir-opt")
+
+
+def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert toolchain.missing() == toolchain.NO_C_COMPILER
+    with pytest.raises(lowered.ToolchainError, match="install gcc or clang, or name one in CC"):
+        runtime._library()
+
+
+def test_a_c_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(lowered.ToolchainError, match="the lowered lane can't run: false failed"):
+        runtime._library()
+
+
+def test_the_runtime_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    runtime._library()
+    (kept,) = tmp_path.rglob("*.so")
+    before = kept.stat().st_mtime_ns
+    assert runtime._library()._name == str(kept)
+    assert kept.stat().st_mtime_ns == before
