@@ -15,7 +15,7 @@ from sabotage._run import kill
 
 from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import _report, main
-from hal.conformance._arena import bits
+from hal.conformance._block import bits
 from hal.conformance._cases import cases_of
 from hal.conformance._result import FAILED, PASSED, Case
 from hal.conformance._run import run_backend
