@@ -25,17 +25,17 @@ def main(fd: int) -> None:
     end_with_parent()
     faulthandler.enable(file=sys.stderr, all_threads=False)
     sock = socket.socket(fileno=fd)
-    from hal._remote.wire import answer, asked
+    from hal._remote.wire import answer, read_question
 
     try:
-        order = asked(sock)
+        order = read_question(sock)
         about, hands = opened(order)
         beats = Beats(sock)
         if hands is not None:
             hands.beat = beats.one
         answer(sock, {"answer": about})
         while hands is not None:
-            question = asked(sock)
+            question = read_question(sock)
             reply = {"why": hands.target.ready(question)} if isinstance(question, str) else hands.do(question)
             with beats.lock:
                 answer(sock, {"answer": reply, "calls": beats.taken()})

@@ -116,7 +116,7 @@ def ask(sock: socket.socket, question: Any) -> None:
     send(sock, pickle.dumps(question, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def asked(sock: socket.socket) -> Any:
+def read_question(sock: socket.socket) -> Any:
     return pickle.loads(receive(sock))
 
 

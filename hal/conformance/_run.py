@@ -167,7 +167,7 @@ def main(
             )
         with _progress.shown(quiet=quiet) as bar:
             tell = None if quiet else partial(teller, bar)
-            document = judged(backend, ops, lane, certify, imports, device, timeout, tell, jobs, seed)
+            document = judge_backend(backend, ops, lane, certify, imports, device, timeout, tell, jobs, seed)
     except HalError as e:
         print(e, file=sys.stderr)
         return 2
@@ -181,7 +181,7 @@ def main(
     return _report.exit_code(document["verdict"], certify)
 
 
-def judged(
+def judge_backend(
     backend: str,
     ops: Sequence[str] | None,
     lane: str | None,
@@ -207,7 +207,7 @@ def judged(
         names = _ops_of(worker, ops)
         mine = [op for op in names if op in BUILTIN]
         own = [op for op in names if op not in BUILTIN]
-        cases = case_list({op: get_spec(op) for op in mine}) + listed(worker, own)
+        cases = case_list({op: get_spec(op) for op in mine}) + list_cases(worker, own)
         outcome = run(worker, cases, progress(cases) if progress else lambda r, i, n: None, jobs)
     if (suite, code) != (suite_hash(), code_of(backend, imports)):
         raise Fatal("the suite's sources or the backend's have changed while it ran: run it again")
@@ -259,7 +259,7 @@ def _ops_of(worker: Worker, ops: Sequence[str] | None) -> list[str]:
     return [*BUILTIN, *(str(op) for op in worker.about["own_ops"] if op not in BUILTIN)]
 
 
-def listed(worker: Worker, ops: Sequence[str]) -> list[Case]:
+def list_cases(worker: Worker, ops: Sequence[str]) -> list[Case]:
     """The cases of a plugin's own ops, as the process says in which their contracts are loaded."""
     if not ops:
         return []
@@ -320,7 +320,7 @@ def check(path: Path, rerun: int, say: Callable[[str], None]) -> int:
             drawn, fixed = report["beyond_samples"]["seed"], report["certify"]
             ops = report["suite"]["ops"]
             worker = find(job_for(report["backend"], report["lane"], None, (), ops, fixed=fixed, seed=drawn))
-        theirs = listed(worker, own) if worker else []
+        theirs = list_cases(worker, own) if worker else []
         wrong, remarks = inconsistencies(report, theirs)
         for problem in wrong:
             say(f"inconsistent: {problem}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hal.conformance._arena import bits
+from hal.conformance._block import bits
 from hal.kv.pool import KVPool
 from hal.ops.proofs.judge import Candidate, Want, same_bits
 from hal.ops.spec import OpSpec

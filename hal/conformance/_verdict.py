@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.conformance._arena import Block, Placed
+from hal.conformance._arena import Placed
+from hal.conformance._block import Block
 from hal.ops.proofs.judge import Want, headroom, right_any, same_bits
 from hal.ops.spec import SHORT
 

@@ -170,7 +170,7 @@ def page(report: Mapping[str, Any]) -> str:
         some = [c for c in cases if c["outcome"] == outcome]
         if some:
             rows = "".join(f"<tr><td><code>{e(c['id'])}</code><td class=why>{e(c['reason'])}" for c in some)
-            parts.append(f"<h2>{title}: {len(some)}</h2>" + _folded(rows, "the cases, each with its reason"))
+            parts.append(f"<h2>{title}: {len(some)}</h2>" + _fold(rows, "the cases, each with its reason"))
     parts.append("<h2>What it ran with, and what it rests on</h2>")
     parts += [
         f"<p class=soft>{e(line)}</p>"
@@ -210,7 +210,7 @@ def _failure(case: Mapping[str, Any]) -> str:
     )
 
 
-def _folded(rows: str, title: str) -> str:
+def _fold(rows: str, title: str) -> str:
     return f"<details><summary>{title}</summary><div class=wide><table>{rows}</table></div></details>"
 
 

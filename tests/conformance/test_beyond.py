@@ -15,7 +15,7 @@ from sabotage._run import kill
 
 from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import _report, main
-from hal.conformance._arena import bits
+from hal.conformance._block import bits
 from hal.conformance._cases import cases_of
 from hal.conformance._result import FAILED, PASSED, Case
 from hal.conformance._run import run_backend
@@ -89,7 +89,7 @@ def test_two_wide_ones_shrink_to_what_a_machine_can_do() -> None:
         assert of_op is not None
         for seed in range(3):
             for some in [(a, b) for a in of_op.wide for b in of_op.wide if a < b]:
-                params = fresh.settled(fresh.draw(get_spec(op), Random(seed), some, "device"))
+                params = fresh.settle(fresh.draw(get_spec(op), Random(seed), some, "device"))
                 fits = of_op.size(params) <= fresh.MOST["device"]
                 small = all(
                     isinstance(of_op.wide[n].sizes, list) or params[n] <= max(20, 2 * of_op.wide[n].step)

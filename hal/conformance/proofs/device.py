@@ -43,7 +43,7 @@ def _ready(run: Run, sample: Sample) -> tuple[dict[str, Any], dict[str, Want]]:
     return arguments, wants
 
 
-def _judged(run: Run, wants: Mapping[str, Want], placed: Placed, said: Mapping[str, Any], where: str) -> None:
+def _judge(run: Run, wants: Mapping[str, Want], placed: Placed, said: Mapping[str, Any], where: str) -> None:
     try:
         run.judge(wants, placed, Ret.of(said["ret"], placed))
     except Failure as e:
@@ -57,7 +57,7 @@ def stream(run: Run) -> None:
     for sample in _chosen(run):
         arguments, wants = _ready(run, sample)
         placed = run.place(arguments, POISONS[1])
-        _judged(run, wants, placed, run.do("stream", placed, spin_ms=SPIN_MS), "on a side stream")
+        _judge(run, wants, placed, run.do("stream", placed, spin_ms=SPIN_MS), "on a side stream")
 
 
 def sync(run: Run) -> None:
@@ -74,7 +74,7 @@ def sync(run: Run) -> None:
                 f"{sample.name}: hidden synchronisation: behind a kernel that spins for {SPIN_MS} ms the call "
                 "returned only when the stream was idle"
             )
-        _judged(run, wants, placed, said, "behind a spinning kernel")
+        _judge(run, wants, placed, said, "behind a spinning kernel")
 
 
 def graph(run: Run) -> None:
@@ -99,7 +99,7 @@ def graph(run: Run) -> None:
         if said["captured"]:
             raise Failure(f"can't be captured into a graph: {said['captured']}")
         for turn, ((other, wants), one) in enumerate(zip(turns, said["calls"], strict=True)):
-            _judged(run, wants, other, one, f"replay {turn + 1} of a captured graph")
+            _judge(run, wants, other, one, f"replay {turn + 1} of a captured graph")
 
 
 def overlap(run: Run) -> None:
@@ -117,7 +117,7 @@ def overlap(run: Run) -> None:
         if said["outcome"] != "returned":
             raise Skip(NOT_APPLICABLE if said["outcome"] == "not_applicable" else NOT_RUN, str(said["why"]))
         for placed, one in zip(turns, said["calls"], strict=True):
-            _judged(run, wants, placed, one, "between a slow producer and an early consumer")
+            _judge(run, wants, placed, one, "between a slow producer and an early consumer")
 
 
 def memory(run: Run) -> None:

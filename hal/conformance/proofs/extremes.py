@@ -145,11 +145,11 @@ def batch(
     made = sized(run, base, len(pairs))
     a, b = names
     if a == b:
-        return {**made, a: filled(made[a], dtype, enumerate(itertools.chain(*pairs)))}
+        return {**made, a: fill(made[a], dtype, enumerate(itertools.chain(*pairs)))}
     return {
         **made,
-        a: filled(made[a], dtype, enumerate(x for x, _ in pairs)),
-        b: filled(made[b], dtype, enumerate(y for _, y in pairs)),
+        a: fill(made[a], dtype, enumerate(x for x, _ in pairs)),
+        b: fill(made[b], dtype, enumerate(y for _, y in pairs)),
     }
 
 
@@ -168,10 +168,10 @@ def three(
     made = sized(run, base, SIZE, seed=turn)
     a, b = names
     if a == b:
-        made[a] = filled(made[a], dtype, [(at, pair[0]), (at + 1, pair[1]), (at + 2, other[1])])
+        made[a] = fill(made[a], dtype, [(at, pair[0]), (at + 1, pair[1]), (at + 2, other[1])])
     else:
-        made[a] = filled(made[a], dtype, [(at, pair[0]), (2, other[0])])
-        made[b] = filled(made[b], dtype, [(at, pair[1]), (2, other[1])])
+        made[a] = fill(made[a], dtype, [(at, pair[0]), (2, other[0])])
+        made[b] = fill(made[b], dtype, [(at, pair[1]), (2, other[1])])
     return made
 
 
@@ -190,7 +190,7 @@ def allowed(spec: OpSpec, made: Mapping[str, Any]) -> bool:
     return True
 
 
-def filled(t: Tensor, dtype: torch.dtype, values: Iterable[tuple[int, int]]) -> Tensor:
+def fill(t: Tensor, dtype: torch.dtype, values: Iterable[tuple[int, int]]) -> Tensor:
     """`t` as `dtype`, with these in place of what it has there."""
     limits = torch.iinfo(torch.int32)
     out = (t.clamp(limits.min, limits.max) if dtype == torch.int32 else t).to(dtype, copy=True)

@@ -88,22 +88,22 @@ def draw(spec: OpSpec, rng: Random, wide: Sequence[str], lane: str) -> dict[str,
         sources |= fresh.wide[name].beside
     params = {name: one(rng, source) for name, source in sources.items()}
     ranges = {name: reach(spec, name, lane) for name in wide}
-    params |= {name: stepped(fresh.wide[name], one(rng, source)) for name, source in ranges.items()}
+    params |= {name: round_to_step(fresh.wide[name], one(rng, source)) for name, source in ranges.items()}
     shrinking = [n for n, r in ranges.items() if isinstance(r, tuple)]
-    while len(wide) > 1 and fresh.size(settled(params)) > MOST[speed(lane)]:
+    while len(wide) > 1 and fresh.size(settle(params)) > MOST[speed(lane)]:
         large = [n for n in shrinking if params[n] > max(20, 2 * fresh.wide[n].step)]
         if not large:
             break
-        params |= {n: stepped(fresh.wide[n], params[n] * 3 // 4) for n in large}
+        params |= {n: round_to_step(fresh.wide[n], params[n] * 3 // 4) for n in large}
     return params
 
 
-def settled(params: Mapping[str, Any]) -> dict[str, Any]:
+def settle(params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` with what is a function of the others."""
     return {name: value(params) if callable(value) else value for name, value in params.items()}
 
 
-def stepped(wide: Wide, value: Any) -> Any:
+def round_to_step(wide: Wide, value: Any) -> Any:
     return max(value // wide.step, 1) * wide.step if isinstance(wide.sizes, tuple) else value
 
 
@@ -116,7 +116,7 @@ def mix(spec: OpSpec, rng: Random, lane: str) -> dict[str, Any]:
     params = draw(spec, rng, some, lane)
     for name in some:
         if isinstance(params[name], int) and isinstance(reach(spec, name, lane), tuple):
-            params[name] = stepped(fresh.wide[name], round(params[name] ** rng.random()))
+            params[name] = round_to_step(fresh.wide[name], round(params[name] ** rng.random()))
     return params
 
 
@@ -125,14 +125,14 @@ def draws(spec: OpSpec, case: str, rng: Random, lane: str) -> Iterator[tuple[str
     kind = speed(lane)
     if case == MIXED:
         for i in range(MIXES[kind]):
-            yield f"mixture {i + 1}", [settled(mix(spec, rng, lane)) for _ in range(TRIES)]
+            yield f"mixture {i + 1}", [settle(mix(spec, rng, lane)) for _ in range(TRIES)]
         return
     wide: list[tuple[str, ...]] = [(case,)]
     if case == PAIRS and spec.fresh is not None:
         wide = list(combinations(spec.fresh.wide, 2))
         wide = rng.sample(wide, min(len(wide), PAIRS_OF[kind]))
     for some in wide:
-        yield " and ".join(some), [settled(draw(spec, rng, some, lane)) for _ in range(TRIES)]
+        yield " and ".join(some), [settle(draw(spec, rng, some, lane)) for _ in range(TRIES)]
 
 
 def fresh(run: Run) -> None:
