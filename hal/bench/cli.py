@@ -108,6 +108,7 @@ def engine(
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
     memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.85,
+    profile: Annotated[int, typer.Option(help="A prompt's length, profiled by kernel; 0: not.")] = 0,
     settings: Annotated[
         str, typer.Option("--vllm", help='More of LLM(...), as JSON: {"kv_cache_dtype": "fp8"}.')
     ] = "{}",
@@ -124,7 +125,7 @@ def engine(
         raise ArgumentError("bench engine", "--shape", ", ".join(vllm.SHAPES), repr(shape))
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
-        seconds, memory, _read("--vllm", settings, json.loads),
+        seconds, memory, _read("--vllm", settings, json.loads), profile,
     )  # fmt: skip
     _leave("hal.bench.vllm", "main", options, engines.split(","), rounds, report)
 

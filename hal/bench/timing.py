@@ -172,3 +172,22 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def time_kernels(run: Callable[[], Any], most: int = 24) -> list[Row]:
+    """The `most` kernels that took longest while `run` ran: ``{"kernel", "calls", "us"}``, `us` of all its calls.
+
+    Torch's profiler slows the host, not the kernels: what the device waits for is not in these times.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    rows: list[Row] = [
+        {"kernel": e.key[:100], "calls": e.count, "us": round(e.self_device_time_total, 1)}
+        for e in profiler.key_averages()
+        if e.device_type.name == "CUDA"
+    ]
+    return sorted(rows, key=lambda row: -float(row["us"]))[:most]

@@ -74,6 +74,7 @@ class Options:
         seconds: of an engine: no point begins after it.
         memory: vLLM's gpu_memory_utilization.
         vllm: more settings of ``LLM(...)``.
+        profile: a prompt's length, whose first step is profiled, kernel by kernel; 0: not.
     """
 
     shape: str = "llama-3.1-8b"
@@ -85,6 +86,7 @@ class Options:
     seconds: float = 1e9
     memory: float = 0.85
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    profile: int = 0
 
 
 # --- one engine, in a process of its own ------------------------------------------------------------
@@ -120,6 +122,9 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
             yield f"ttft {n}", lambda n=n: found["ttft"].append(_ttft(llm, prompt, n))  # type: ignore[misc]
         if options.throughput:
             yield "throughput", lambda: found.update(throughput=_throughput(llm, prompt, options.throughput))
+        if options.profile:
+            one = lambda: llm.generate([prompt(options.profile, 1)], _greedy(1), use_tqdm=False)  # noqa: E731
+            yield "profile", lambda: found.update(profile=_profile(one))
 
     for name, run in points():
         if time.perf_counter() - begin > options.seconds:
@@ -141,9 +146,8 @@ def _engine(options: Options) -> Any:
     Path(folder, "config.json").write_text(
         json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
     )
-    longest = max(
-        [c + _room(b, c, options.steps) for b, c in options.decode] + [n + 64 for n in options.ttft] + [1024]
-    )
+    prompts = [n + 64 for n in (*options.ttft, options.profile)]
+    longest = max([c + _room(b, c, options.steps) for b, c in options.decode] + prompts + [1024])
     batch = max([b for b, _ in options.decode] + [16])
     sizes = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n <= batch} | {batch})
     settings: dict[str, Any] = {
@@ -228,6 +232,13 @@ def _ttft(llm: Any, prompt: Any, n: int) -> dict[str, Any]:
         llm.generate([p], _greedy(1), use_tqdm=False)
         times.append((time.perf_counter() - begin) * 1e3)
     return {"tokens": n, "ms": statistics.median(times[1:]), "least_ms": min(times[1:]), "all_ms": times[1:]}
+
+
+def _profile(run: Callable[[], Any]) -> list[dict[str, Any]]:
+    from hal.bench.timing import time_kernels
+
+    run()  # what is compiled on first use
+    return time_kernels(run)
 
 
 def _room(batch: int, context: int, steps: int) -> int:
