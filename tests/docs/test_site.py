@@ -171,3 +171,22 @@ def test_the_site_is_strict(page: str, more: str, told: str, tmp_path: Path) -> 
         start = (tmp_path / "site/index.html").read_text("utf-8")
         assert 'href="ops/rope_kv_write.html"' in start
         assert not re.search(r'href="(?:\.\./)*(?:hal|backends|docs)/', start)
+
+
+def test_every_test_file_is_run_by_a_lane() -> None:
+    """A lane names folders and files; what it leaves out by name is another lane's."""
+    lines = [
+        line
+        for script in (ROOT / "ci").iterdir()
+        if script.is_file() and not script.suffix and script.name != "h200"
+        for line in script.read_text("utf-8").splitlines()
+        if not line.lstrip().startswith("#")
+    ]
+    words = [w for line in lines for w in re.findall(r"(?<![=\w/])tests/[\w./{},*]+(?!\$)\b", line)]
+    words += [
+        f"tests/engines/test_{p.stem.removeprefix('engines-')}*.py" for p in ROOT.glob("ci/engines-*.txt")
+    ]
+    bash = ["bash", "-c", f"printf '%s\\n' {' '.join(words)}"]
+    named = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    lanes = {ROOT / name for name in named}
+    assert [p for p in (ROOT / "tests").rglob("test_*.py") if not lanes & {p, *p.parents}] == []
