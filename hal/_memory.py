@@ -73,7 +73,7 @@ def finite(value: object) -> bool:
     return -LARGEST <= value <= LARGEST and not math.isnan(value)
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """A value for an error text. Python refuses to write ints of thousands of digits."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"

@@ -87,7 +87,7 @@ def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
         if name not in spec.args:
             near = did_you_mean(name, spec.args)
             raise ArgumentError(spec.name, name, f"one of {', '.join(spec.args)}", f"no such argument{near}")
-        known[name] = _given(spec, name, value)
+        known[name] = _parse_value(spec, name, value)
         if isinstance(value, TensorSig):
             for d, size in _sizes(spec, name, value).items():
                 if dims.get(d) != size and d in set_by:
@@ -103,7 +103,7 @@ def example_signature(spec: OpSpec, given: Mapping[str, Any]) -> Signature:
     return Signature(spec.name, known, device, index, {d: n for d, n in dims.items() if d in spec.static})
 
 
-def _given(spec: OpSpec, name: str, value: Any) -> Any:
+def _parse_value(spec: OpSpec, name: str, value: Any) -> Any:
     """One argument as selection sees it."""
     arg = spec.args[name]
     if isinstance(arg, TensorArg):

@@ -20,19 +20,19 @@ class Bar:
         """How much the whole is, once that is known."""
 
 
-def wanted() -> bool:
+def is_wanted() -> bool:
     """Is somebody looking? Where stdout is piped, what is on it is for a program."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 @contextmanager
-def shown(total: float | None = None, quiet: bool = False) -> Iterator[Bar]:
+def show(total: float | None = None, quiet: bool = False) -> Iterator[Bar]:
     """A bar while the block lasts; it is wiped out at the end. None where `quiet`, or nobody is looking.
 
     Args:
         total: the size of the whole, in whatever unit `Bar.at` counts; None: not known yet.
     """
-    if quiet or not wanted():
+    if quiet or not is_wanted():
         yield Bar()
         return
     from rich.console import Console

@@ -121,21 +121,21 @@ class Form:
 
     @property
     def schema(self) -> str:
-        return f"{self.name}({self._listed(lambda p: p.declared(p.type))}, str? backend=None) -> " + (
+        return f"{self.name}({self._list(lambda p: p.declared(p.type))}, str? backend=None) -> " + (
             "Tensor" if self.result else "()"
         )
 
     @property
     def call(self) -> str:
         """The arguments of a call of it, from those of the op."""
-        return f"{self._listed(lambda p: p.value, lambda p: f'{p.name}={p.value}')}, backend=backend"
+        return f"{self._list(lambda p: p.value, lambda p: f'{p.name}={p.value}')}, backend=backend"
 
     @property
     def parameters(self) -> str:
         """The same as Python writes it, without the types."""
-        return f"{self._listed(lambda p: p.declared())}, backend=None"
+        return f"{self._list(lambda p: p.declared())}, backend=None"
 
-    def _listed(self, show: Callable[[Part], str], keyword: Callable[[Part], str] | None = None) -> str:
+    def _list(self, show: Callable[[Part], str], keyword: Callable[[Part], str] | None = None) -> str:
         """Every part; those after a star by `keyword`, without the star, where it is given."""
         parameters = self.spec.signature.parameters
         before = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
@@ -169,7 +169,7 @@ class Form:
                 Part(f"{name}_layout", "str", f"{name}.layout"),
                 Part(f"{name}_page_size", "SymInt", f"{name}.page_size"),
                 # A list of one layer is no tensor of one layer.
-                Part(f"{name}_listed", "bool", f"isinstance({name}.k, tuple)"),
+                Part(f"{name}_list", "bool", f"isinstance({name}.k, tuple)"),
             ]
         kind, optional = self._kind(name)
         if kind is range:
@@ -199,7 +199,7 @@ class Form:
         if isinstance(arg, ScaleArg):
             return f"{name}_value if {name} is None else {name}"
         if isinstance(arg, PoolArg):
-            return f"_pool({name}_k, {name}_v, {name}_layout, {name}_page_size, {name}_listed)"
+            return f"_pool({name}_k, {name}_v, {name}_layout, {name}_page_size, {name}_list)"
         if not isinstance(arg, TensorArg) and self._kind(name)[0] is range:
             return f"None if {name} is None else range(*{name})"
         return name

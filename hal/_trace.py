@@ -133,7 +133,7 @@ def target(value: str) -> str:
     return os.path.abspath(value)
 
 
-def counted(fn: Callable[..., Any], op: str, backend: str, device: str, where: str) -> Callable[..., Any]:
+def count_calls(fn: Callable[..., Any], op: str, backend: str, device: str, where: str) -> Callable[..., Any]:
     """`fn`, counting its calls; `where` is what `target` returned."""
     key = op, backend, device
     counts, capturing = _counts, _capturing(device)

@@ -151,7 +151,7 @@ def warmup(
     """Compiles kernels ahead of the first request and shows how long each backend took."""
     import hal
 
-    with _progress.shown(1.0) as bar:
+    with _progress.show(1.0) as bar:
         seconds = hal.warmup(device, ops=op, backend=backend, progress=bar.at)
     for name, s in seconds.items():
         print(f"{name}: {s:.2f} s")

@@ -211,7 +211,9 @@ def settle(table: Table, explanation: Explanation, selection: Selection | None, 
     if not table.trace:
         return selection
     lane = "" if explanation.chosen.lane == "device" else f" ({explanation.chosen.lane})"
-    run = _trace.counted(selection.run, explanation.op, explanation.chosen.name + lane, device, table.trace)
+    run = _trace.count_calls(
+        selection.run, explanation.op, explanation.chosen.name + lane, device, table.trace
+    )
     return replace(selection, run=run)
 
 
@@ -279,7 +281,7 @@ def candidates(table: Table, op: str, link: str, device: str) -> list[Candidate]
         return [Candidate("reference")]
     if link != "auto":
         entry = table.entries[link.partition("/")[0]]
-        named = [Candidate(entry.title(i), entry, i) for i in wanted(entry, op, link.partition("/")[2])]
+        named = [Candidate(entry.title(i), entry, i) for i in impls_named(entry, op, link.partition("/")[2])]
         return named or [Candidate(link, entry)]
     found: list[tuple[Any, Candidate]] = []
     for entry in table.entries.values():
@@ -292,7 +294,7 @@ def candidates(table: Table, op: str, link: str, device: str) -> list[Candidate]
     return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 
-def wanted(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
+def impls_named(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
     """What ``backend`` or ``backend/which`` may take, in its order."""
     return tuple(i for i in entry.impls(op) if i.name == which) if which else entry.usual(op)
 

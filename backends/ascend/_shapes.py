@@ -61,7 +61,7 @@ def cases() -> Iterator[Case]:
         long = {"bs": 64, "longest": 1024}
         yield of("compute_positions", f"bs64-{i}", _capacity, _plain, **long, lens=i, out=i, indptr=i)
         lists = {"bs": 64, "requests": 64, "width": 4096, "longest": 4096, "index": i, "lens": i, "indptr": i}
-        yield of("build_kv_indices", f"bs64-{i}", _capacity, _listed, **lists, out=i, start=i)
+        yield of("build_kv_indices", f"bs64-{i}", _capacity, _slots_listed, **lists, out=i, start=i)
         for page in (1, 16, 64, 128):
             kinds = {"table": i, "lens": i, "indptr": i, "out": i, "start": i, "page_size": page}
             rows = {"bs": 64, "blocks": 4096 // page, "longest": 4096}
@@ -241,7 +241,7 @@ def _plain(a: dict[str, Any]) -> int:
     return _bytes(*(t for t in a.values() if hasattr(t, "numel")))
 
 
-def _listed(a: dict[str, Any]) -> int:
+def _slots_listed(a: dict[str, Any]) -> int:
     n = int(a["kv_lens"].sum())
     index = _bytes(a["req_pool_indices"], a["kv_lens"], a["kv_start"], a["kv_indptr"])
     return index + n * (4 + int(a["out"].element_size()))

@@ -122,14 +122,14 @@ def _row(
     return row
 
 
-def recorded(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def record(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """The costs of `rows` by op and case, as the file has them that `regressions` compares with."""
     return {f"{r['op']}/{r['case']}": {c: r[c] for c in COSTS} for r in rows}
 
 
 def regressions(rows: list[dict[str, Any]], before: dict[str, dict[str, float]]) -> list[str]:
     """What costs more than `before` (of `recorded`) says, and what was recorded and is gone, or is here and was not."""
-    now = recorded(rows)
+    now = record(rows)
     out = [f"{case}: not inspected any more" for case in before if case not in now]
     out += [f"{case}: not recorded yet" for case in now if case not in before]
     for case in (c for c in now if c in before):
@@ -197,7 +197,7 @@ def main() -> int:
     rows = inspect(given.kernel)
     print(json.dumps(rows, indent=1) if given.json else table(rows))
     if given.record:
-        given.record.write_text(json.dumps(recorded(rows), indent=1) + "\n")
+        given.record.write_text(json.dumps(record(rows), indent=1) + "\n")
     worse = regressions(rows, json.loads(given.against.read_text())) if given.against else []
     for line in worse:
         print(f"regressed: {line}")

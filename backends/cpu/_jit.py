@@ -107,12 +107,12 @@ class _Block:
                 fn.__qualname__ = "block_" + hashlib.sha256(words.encode()).hexdigest()[:16]
                 dispatcher = _cached(fn)
                 dispatcher.compile((POINTER["i64"],))
-                self.addresses[words] = _lies(dispatcher.overloads[(POINTER["i64"],)])
+                self.addresses[words] = _address_of(dispatcher.overloads[(POINTER["i64"],)])
                 self.kept.append(dispatcher)
         return self.addresses[words]
 
 
-def _lies(compiled: Any) -> int:
+def _address_of(compiled: Any) -> int:
     return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
 
 
@@ -179,7 +179,7 @@ class Kernel:
         self(*variant)
         found = (
             from_block(" ".join(self._words(variant))),
-            _lies(self._dispatcher.overloads[self._signature(variant)]),
+            _address_of(self._dispatcher.overloads[self._signature(variant)]),
         )
         self._natives[variant] = found
         return found

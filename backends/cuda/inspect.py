@@ -56,7 +56,7 @@ class Row:
 
 
 @contextmanager
-def recorded(arch: int = 90) -> Iterator[list[Call]]:
+def record(arch: int = 90) -> Iterator[list[Call]]:
     """Launches inside are recorded as they would be on compute capability `arch`, not started."""
     calls: list[Call] = []
 
@@ -138,7 +138,7 @@ def calls(op: str, sample: Any, arch: int = 90) -> list[Call]:
     import inspect
 
     parameters = inspect.signature(spec.reference).parameters.values()
-    with recorded(arch) as found:
+    with record(arch) as found:
         launcher(op)(
             *(values[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY),
             **{p.name: values[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY},

@@ -38,7 +38,7 @@ def main(fd: int) -> None:
             question = read_question(sock)
             reply = {"why": hands.target.ready(question)} if isinstance(question, str) else hands.do(question)
             with beats.lock:
-                answer(sock, {"answer": reply, "calls": beats.taken()})
+                answer(sock, {"answer": reply, "calls": beats.take_beats()})
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -58,9 +58,9 @@ class Beats:
             if time.monotonic() - self.told > BEAT:
                 from hal._remote.wire import answer
 
-                answer(self.sock, {"calls": self.taken()})
+                answer(self.sock, {"calls": self.take_beats()})
 
-    def taken(self) -> int:
+    def take_beats(self) -> int:
         count, self.count = self.count, 0
         self.told = time.monotonic()
         return count

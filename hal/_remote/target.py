@@ -19,7 +19,7 @@ from hal.ops.spec import Signature
 from hal.registry import Impl, current
 from hal.registry._discover import Entry, resolve
 from hal.registry._dispatch import dispatcher
-from hal.registry._select import wanted
+from hal.registry._select import impls_named
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class RegistryTarget:
 
     def impls(self, op: str) -> tuple[Impl, ...]:
         """What is called: what the backend's name may take, or the one implementation that is named."""
-        return wanted(self.entry, op, self.backend.partition("/")[2])
+        return impls_named(self.entry, op, self.backend.partition("/")[2])
 
     def ready(self, op: str) -> str | None:
         if self.backend == "reference":

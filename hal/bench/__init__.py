@@ -77,7 +77,7 @@ def _main(
             raise HalError(f"hal: bench: no table {name!r} for {device}; there are {', '.join(tables)}")
     if plot:
         check_plot(kind_of(device), names, Path(plot))
-    with _progress.shown(quiet=json) as bar:
+    with _progress.show(quiet=json) as bar:
         run = run_tables(device, {name: tables[name] for name in names or tables}, quick, bar)
     if json:
         print(_json.dumps(run, indent=1), file=out)

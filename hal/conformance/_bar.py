@@ -22,7 +22,7 @@ def teller(bar: _progress.Bar, cases: Sequence[Case]) -> Progress:
     left = {c.id: c for c in cases}
     whole, done, bad = sum(map(_weight, cases)), 0.0, 0
     seen: set[str] = set()
-    drawn = _progress.wanted()
+    drawn = _progress.is_wanted()
     bar.size(whole)
 
     def tell(result: Result, i: int, n: int) -> None:

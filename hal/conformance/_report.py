@@ -223,7 +223,7 @@ def terminal(report: Mapping[str, Any]) -> str:
         if case["outcome"] == FAILED:
             alike.setdefault((case["op"], case["reason"].split("\n")[0]), []).append(case)
     for (first, *others), _ in zip(alike.values(), range(SHOWN), strict=False):
-        says, again, more = told(first)
+        says, again, more = tell_case(first)
         lines += ["", f"FAILED {first['id']}: {says}"]
         if others:
             lines.append(f"  and {len(others)} more in the same words, e.g. {others[0]['id']}")
@@ -233,7 +233,7 @@ def terminal(report: Mapping[str, Any]) -> str:
     if len(alike) > SHOWN:
         lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
     lines += _skipped(report["cases"])
-    lines += ["", counted(result)]
+    lines += ["", count_outcomes(result)]
     own = report["trust"]["own_oracle"]
     if own:
         lines.append(f"judged by the plugin's own contracts, where its code runs: {', '.join(own)}")
@@ -293,13 +293,13 @@ def _skipped(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def counted(result: Mapping[str, Any]) -> str:
+def count_outcomes(result: Mapping[str, Any]) -> str:
     """``72 passed, 5 n/a``"""
     counts = ", ".join(f"{n} {MARKS[o].lower()}" for o, n in result["counts"].items() if n)
     return counts.replace(" ok", " passed")
 
 
-def told(case: Mapping[str, Any]) -> tuple[str, str, str]:
+def tell_case(case: Mapping[str, Any]) -> tuple[str, str, str]:
     """What failed in a line, the program that runs it again, and the rest: in the order in which one wants to read."""
     says, _, more = case["reason"].partition("\n")
     return says, case["snippet"], more
@@ -307,5 +307,5 @@ def told(case: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def failure_text(case: Mapping[str, Any]) -> str:
     """`told` as plain text."""
-    says, again, more = told(case)
+    says, again, more = tell_case(case)
     return "\n\n".join(filter(None, (says, again and f"run it again:\n{again.rstrip()}", more)))

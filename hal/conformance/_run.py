@@ -165,7 +165,7 @@ def main(
             raise SelectionError(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"
             )
-        with _progress.shown(quiet=quiet) as bar:
+        with _progress.show(quiet=quiet) as bar:
             tell = None if quiet else partial(teller, bar)
             document = judge_backend(backend, ops, lane, certify, imports, device, timeout, tell, jobs, seed)
     except HalError as e:

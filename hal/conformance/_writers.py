@@ -17,13 +17,13 @@ from hal.conformance._report import (
     SHOWN,
     beyond,
     cell,
-    counted,
+    count_outcomes,
     failure_text,
     matrix,
     ops_run,
     proofs_of,
     room,
-    told,
+    tell_case,
 )
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED
 from hal.conformance._waivers import Waiver
@@ -56,7 +56,7 @@ class Report(dict[str, Any]):
         failed = [c for c in self["cases"] if c["outcome"] == FAILED]
         return (
             f"<p><b>{e(self['backend'])}</b>, lane {e(self['lane'])}, {e(self['device'])}, {e(self['date'])}: "
-            f"{e(counted(self['verdict']))}</p>"
+            f"{e(count_outcomes(self['verdict']))}</p>"
             + "".join(map(_failure, failed[:SHOWN]))
             + (f"<p>and {len(failed) - SHOWN} more</p>" if len(failed) > SHOWN else "")
             + svg(self["cases"])
@@ -95,7 +95,7 @@ def junit(report: Mapping[str, Any]) -> str:
                 time=f"{c['seconds']:.4f}",
             )  # fmt: skip
             if c["outcome"] == FAILED:
-                body = ElementTree.SubElement(case, "failure", message=_plain(told(c)[0]))
+                body = ElementTree.SubElement(case, "failure", message=_plain(tell_case(c)[0]))
                 body.text = _plain(failure_text(c))
             elif c["outcome"] != PASSED:
                 ElementTree.SubElement(
@@ -141,7 +141,7 @@ def page(report: Mapping[str, Any]) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>hal conformance: {e(report['backend'])}</title><style>{_STYLE}</style>",
         f"<h1>{e(report['backend'])}: <span class={tone}>{e(state)}</span></h1>",
-        f"<p>lane {e(report['lane'])}, {e(report['device'])}, {e(report['date'])}: {e(counted(result))}</p>",
+        f"<p>lane {e(report['lane'])}, {e(report['device'])}, {e(report['date'])}: {e(count_outcomes(result))}</p>",
     ]
     failed = [c for c in cases if c["outcome"] == FAILED]
     if failed:
@@ -201,7 +201,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 def _failure(case: Mapping[str, Any]) -> str:
     """What failed and how to run it again; the rest to unfold."""
-    says, again, more = map(html.escape, told(case))
+    says, again, more = map(html.escape, tell_case(case))
     return (
         f"<section><p><code>{html.escape(case['id'])}</code> <span class='bad why'>{says}</span></p>"
         + (f"<pre>{again}</pre>" if again else "")

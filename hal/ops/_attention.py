@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal._memory import finite, shown
+from hal._memory import finite, show
 from hal.ops._checks import check_cache, check_range
 from hal.ops._torch import in_range, slots_of
 from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, ScaleArg, TensorArg, ValueArg, describe
@@ -80,15 +80,15 @@ def check(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 def check_numbers(op: str, scale: Any, sliding_window: Any, logit_cap: Any) -> None:
     """The rules on plain values, which selection does not see."""
     if not finite(scale):
-        raise ArgumentError(op, "scale", "a finite float", shown(scale))
+        raise ArgumentError(op, "scale", "a finite float", show(scale))
     if (
         isinstance(sliding_window, bool)
         or not isinstance(sliding_window, int)
         or not -1 <= sliding_window < 2**63
     ):
-        raise ArgumentError(op, "sliding_window", "an int64, -1 (no window) or more", shown(sliding_window))
+        raise ArgumentError(op, "sliding_window", "an int64, -1 (no window) or more", show(sliding_window))
     if not finite(logit_cap) or logit_cap < 0:
-        raise ArgumentError(op, "logit_cap", "a float, 0 (no cap) or more", shown(logit_cap))
+        raise ArgumentError(op, "logit_cap", "a float, 0 (no cap) or more", show(logit_cap))
 
 
 def check_values(op: str, a: Mapping[str, Any], indptrs: Mapping[str, int]) -> None:

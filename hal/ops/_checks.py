@@ -161,7 +161,7 @@ def _check_tensor(
 
 def type_name(value: Any) -> str:
     """A value in an error text."""
-    return "None" if value is None else f"{type(value).__name__} {_memory.shown(value):.60}"
+    return "None" if value is None else f"{type(value).__name__} {_memory.show(value):.60}"
 
 
 def check_range(op: str, name: str, index: Tensor, low: int, high: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
-from hal._memory import finite, shown
+from hal._memory import finite, show
 from hal.ops._torch import in_range, slots_of, store_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.rope_kv_write import check_call, check_values, rotate, scaled
@@ -122,7 +122,7 @@ def _check_sizes(*values: Any) -> None:
     """eps is no size, but like one it may change from call to call."""
     eps = values[_EPS]
     if not finite(eps) or not eps > 0:
-        raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", shown(eps))
+        raise ArgumentError("qk_norm_rope_kv_write", "eps", "a finite float above 0", show(eps))
 
 
 SPEC = OpSpec(

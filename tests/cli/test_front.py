@@ -139,11 +139,11 @@ def test_a_pipe_sees_no_bar(
 
 def test_no_bar_beside_data(monkeypatch: pytest.MonkeyPatch) -> None:
     err = terminal(monkeypatch)
-    with _progress.shown(2, quiet=True) as bar:
+    with _progress.show(2, quiet=True) as bar:
         bar.at(1, "something")
     assert err.getvalue() == ""
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # piped
-    with _progress.shown(2) as bar:
+    with _progress.show(2) as bar:
         bar.at(1, "something")
     assert err.getvalue() == ""
 

@@ -179,7 +179,7 @@ def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
     run = Run(target_of(get_spec(op).reference, op), get_spec(op), Case(op, "soak", "all"))
     arguments = run.make(**run.busy[0].params)
     with run.caller.arena.borrowed():
-        copies = soak.Copies(run, arguments, 3)
+        copies = soak.ArgumentCopies(run, arguments, 3)
         assert 2 <= len(copies.placed) <= 3
         for placed in copies.placed:
             for name, value in placed.values.items():

@@ -243,7 +243,7 @@ def test_a_captured_call_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     from hal import _trace
 
     monkeypatch.setattr(_trace, "_capturing", lambda device: iter([False, True, True]).__next__)
-    run = _trace.counted(lambda: 5, "kv_write", "cuda/triton", "cuda", "-")
+    run = _trace.count_calls(lambda: 5, "kv_write", "cuda/triton", "cuda", "-")
     assert [run(), run(), run()] == [5, 5, 5]
     (row,) = hal.trace().rows
     assert (row.backend, row.device, row.calls, row.captured) == ("cuda/triton", "cuda", 1, 2)

@@ -51,7 +51,7 @@ def plan(lane: str) -> dict[str, Any]:
 # --- many calls -------------------------------------------------------------------------------------
 
 
-class Copies:
+class ArgumentCopies:
     """The same arguments many times over, side by side, so that one copy restores and one comparison judges all."""
 
     def __init__(self, run: Run, arguments: dict[str, Any], most: int) -> None:
@@ -77,7 +77,7 @@ def soak(run: Run) -> None:
         raise TypeError(f"{run.op}: {sample.name} writes nothing")
     kind = "slow" if run.slow else "device"
     calls, least = CALLS[kind], LEAST_CALLS[kind]
-    copies = Copies(run, arguments, min(AT_ONCE, calls - 1))
+    copies = ArgumentCopies(run, arguments, min(AT_ONCE, calls - 1))
     first = copies.placed[0]
     said = run.ask(first)
     own = Ret.of(said["ret"], first)

@@ -64,7 +64,7 @@ class HalAttention(AttentionBackend):
             from hal.engines.sglang import rotary, seams
 
             seams.check()
-            rotary.check_made(runner.model)
+            rotary.check_instances(runner.model)
         else:
             expected += MHATokenToKVPool, MLATokenToKVPool
         pool = self.token_to_kv_pool

@@ -27,7 +27,7 @@ def register() -> None:
             BaseFusedOp.register_oot_forward(cls, forward, seams.KEY)
 
 
-def check_made(model: torch.nn.Module) -> None:
+def check_instances(model: torch.nn.Module) -> None:
     """Raises:
     EngineError: a rotary embedding of the model is of a kind that hal's op does not do.
     """

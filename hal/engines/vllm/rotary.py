@@ -98,7 +98,7 @@ def register(found: dict[str, type]) -> None:
         CustomOp.register_oot(name=name)(cls)
 
 
-def check_made() -> None:
+def check_instances() -> None:
     """Every rotary embedding that vLLM has made so far is hal's.
 
     Raises:

@@ -82,7 +82,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         context = vllm_config.compilation_config.static_forward_context
         limits.check_layers(context)
         if asked("vllm"):
-            rotary.check_made()
+            rotary.check_instances()
         limits.check_config(vllm_config)
         self.block_size: int = kv_cache_spec.block_size
         requests: int = vllm_config.scheduler_config.max_num_seqs

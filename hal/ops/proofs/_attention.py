@@ -72,7 +72,7 @@ class Truth:
         return (p * v).sum(0), slack, lse, relative
 
 
-def wanted(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Want]:
+def want_of(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Want]:
     """What a call must give where query t sees one of the ranges ``rows[t]``; none: that row is not named."""
     truth = Truth(a)
     (n, heads), dim = a["q"].shape[:2], int(a["v_cache"].shape[-1])

@@ -9,7 +9,7 @@ import torch
 
 from hal import _host
 from hal.ops._spans import LONGEST
-from hal.ops.proofs.alloc_extend import PAGE_ERRORS, free_list, open_page, open_slots, slot_in, wanted
+from hal.ops.proofs.alloc_extend import PAGE_ERRORS, free_list, open_page, open_slots, slot_in, want_of
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint
 from hal.ops.proofs.judge import Want
@@ -28,7 +28,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             else:
                 page = open_page(last, position, page_size)
         values.append(slot_in(page, position, page_size, out.dtype))
-    return wanted(values, needed, out)
+    return want_of(values, needed, out)
 
 
 def make(

@@ -44,10 +44,10 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
                 page = free[needed + ahead] if needed + ahead < len(free) else -1
             values.append(slot_in(page, position, page_size, out.dtype))
         needed += -(-seq // page_size) - opened
-    return wanted(values + [-1] * (capacity - len(values)), needed, out)
+    return want_of(values + [-1] * (capacity - len(values)), needed, out)
 
 
-def wanted(values: list[int], needed: int, out: Tensor) -> dict[str, Want]:
+def want_of(values: list[int], needed: int, out: Tensor) -> dict[str, Want]:
     value, total = _host.tensor(values, dtype=out.dtype), _host.tensor([needed])
     return {
         "out": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),)),

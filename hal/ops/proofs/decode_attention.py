@@ -20,7 +20,9 @@ from hal.ops.spec import ErrorSample, Proof, Sample
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     nnz, window = a["kv_indices"].shape[0], a["sliding_window"]
     p = [min(max(x, 0), nnz) for x in a["kv_indptr"].tolist()]
-    return _attention.wanted(a, [[(max(i, j - 1 - window) if window >= 0 else i, j)] for i, j in pairwise(p)])
+    return _attention.want_of(
+        a, [[(max(i, j - 1 - window) if window >= 0 else i, j)] for i, j in pairwise(p)]
+    )
 
 
 def make(

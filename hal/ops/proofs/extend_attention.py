@@ -29,7 +29,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             own = end - (stop - t)
             first = max(start, own - window) if window >= 0 else start
             rows[t].append((first, own + 1 if a["causal"] else end))
-    return _attention.wanted(a, rows)
+    return _attention.want_of(a, rows)
 
 
 def make(

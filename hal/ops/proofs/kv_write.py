@@ -12,7 +12,7 @@ from hal import _host
 from hal.ops.kv_write import SPEC
 from hal.ops.proofs.fresh import TOKENS, Fresh, Wide, room_for
 from hal.ops.proofs.judge import ROPE_SLACK, Want, largest
-from hal.ops.proofs.rope_kv_write import FRESH, rows_wanted
+from hal.ops.proofs.rope_kv_write import FRESH, want_of_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.spec import (
     ErrorSample,
@@ -32,7 +32,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             rows = source.double() / by
             slack = torch.where(torch.isfinite(rows), rows.abs() * ROPE_SLACK, 0.0)
             rows = rows.clamp(-largest(cache.dtype), largest(cache.dtype))
-        want[f"{x}_cache"] = rows_wanted(cache, a["slots"], everywhere, rows, slack)
+        want[f"{x}_cache"] = want_of_rows(cache, a["slots"], everywhere, rows, slack)
     return want
 
 

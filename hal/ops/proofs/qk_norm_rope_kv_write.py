@@ -14,7 +14,7 @@ from hal import _host
 from hal.ops._torch import in_range
 from hal.ops.proofs.inputs import FLOAT_DTYPES, generator
 from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
-from hal.ops.proofs.rope_kv_write import FRESH, caches_wanted, sum_terms
+from hal.ops.proofs.rope_kv_write import FRESH, sum_terms, want_of_caches
 from hal.ops.qk_norm_rope_kv_write import SPEC, normalize
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.rope_kv_write import rotate
@@ -39,7 +39,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         if x == "q" or a["write_k"]:
             named[:] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * step),))
-    return want | caches_wanted(a, valid, *truth["k"], step)
+    return want | want_of_caches(a, valid, *truth["k"], step)
 
 
 def make(

@@ -39,10 +39,10 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         if x == "q" or a["write_k"]:
             named[..., :rotary] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * ROPE_SLACK),))
-    return want | caches_wanted(a, valid, *truth["k"], ROPE_SLACK)
+    return want | want_of_caches(a, valid, *truth["k"], ROPE_SLACK)
 
 
-def caches_wanted(
+def want_of_caches(
     a: Mapping[str, Any], valid: Tensor, value: Tensor, terms: Tensor, step: float
 ) -> dict[str, Want]:
     """What the caches must hold, none where there are none: k's float64 truth, within `step` of sum|terms|, and v."""
@@ -61,7 +61,7 @@ def caches_wanted(
             slack = size * (step if x == "k" else ROPE_SLACK)
             rows = rows.clamp(-largest(cache.dtype), largest(cache.dtype))
             slack = torch.where(torch.isfinite(slack), slack, 0.0)
-        want[f"{x}_cache"] = rows_wanted(cache, a["slots"], valid, rows, slack)
+        want[f"{x}_cache"] = want_of_rows(cache, a["slots"], valid, rows, slack)
     return want
 
 
@@ -74,7 +74,7 @@ def sum_terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
 
 
-def rows_wanted(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
+def want_of_rows(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
     """What a cache must hold after ``cache[slots] = rows``: one candidate for each time a slot comes again."""
     size = slots_of(cache)
     flat = (size, *cache.shape[-2:])

@@ -123,7 +123,7 @@ def test_a_kernel_that_costs_more_than_it_did_fails(
 
 
 def test_cases_that_come_and_go_are_told() -> None:
-    before = inspect.recorded([ROW])
+    before = inspect.record([ROW])
     assert inspect.regressions([], before) == ["o/c: not inspected any more"]
     assert inspect.regressions([ROW, {**ROW, "case": "d"}], before) == ["o/d: not recorded yet"]
 

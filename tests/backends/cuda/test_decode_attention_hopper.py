@@ -31,7 +31,7 @@ def made(**change: Any) -> dict[str, Any]:
 def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
     from hal.backends.cuda import inspect
 
-    with inspect.recorded(arch) as calls:
+    with inspect.record(arch) as calls:
         inspect.launcher("decode_attention")(**args)
     return [bound.kernel.name for bound, _ in calls]
 
@@ -81,7 +81,7 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
 def test_no_form_spills(form: dict[str, Any]) -> None:
     from hal.backends.cuda import inspect
 
-    with inspect.recorded() as calls:
+    with inspect.record() as calls:
         inspect.launcher("decode_attention")(**made(**form))
     assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
     _, spills, shared = inspect.resources(inspect.compile_call(calls[0], 90).asm["cubin"])

@@ -86,7 +86,7 @@ def test_rows_of_many_requests_are_done_in_turns() -> None:
 def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
     from hal.backends.cuda import inspect
 
-    with inspect.recorded(arch) as calls:
+    with inspect.record(arch) as calls:
         inspect.launcher("extend_attention")(**args)
     return {bound.kernel.name for bound, _ in calls}
 
@@ -123,7 +123,7 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
 def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import inspect
 
-    with inspect.recorded() as calls:
+    with inspect.record() as calls:
         inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **FORMS[form]))
     (call,) = calls
     assert call[0].kernel.name == "extend_attention_hopper_kernel"

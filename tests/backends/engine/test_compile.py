@@ -55,7 +55,7 @@ def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page
     q = torch.zeros(4, 32, 128, dtype=torch.bfloat16)
     k, v = (torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     indptr, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
-    with inspect.recorded(90) as calls:
+    with inspect.record(90) as calls:
         decode_by_blocks(
             q, k, v, indptr, table.view(-1), table, torch.empty_like(q), scale=0.1, by_page=by_page
         )()
@@ -91,11 +91,11 @@ def test_warmup_leaves_nothing_to_compile(op: str) -> None:
         if sample.large:
             continue
         args = get_spec(op).make(**sample.params)
-        with inspect.recorded() as found:
+        with inspect.record() as found:
             for call in warmup.calls(op, args):
                 launcher(**call)
             warm = started(found)
-        with inspect.recorded() as found:
+        with inspect.record() as found:
             launcher(**args)
             usual = started(found)
         assert usual <= warm, sample.name
