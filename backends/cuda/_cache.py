@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,6 +22,13 @@ class Plans(dict[tuple[Any, ...], Plan]):
     def __init__(self, limit: int = 4096) -> None:
         self.limit = limit
         launch.keeps(self)
+
+    def hold(self, key: tuple[Any, ...], plan: Plan, *owners: object) -> Plan:
+        """Keeps `plan` as long as its owners live, whose identities are in the key."""
+        self[key] = plan
+        for owner in owners:
+            weakref.finalize(owner, self.pop, key, None).atexit = False
+        return plan
 
     def __setitem__(self, key: tuple[Any, ...], plan: Plan) -> None:
         if len(self) >= self.limit:

@@ -97,6 +97,23 @@ def rows(
     )
 
 
+class Tables:
+    """Addresses that kernels read, on the device, for as long as a plan lives: or a launch on another stream."""
+
+    def __init__(self, device: torch.device, *tables: list[int]) -> None:
+        self.tensors = [upload(torch.tensor(t, dtype=torch.int64, device="cpu"), device) for t in tables]
+        self.index = self.tensors[0].get_device()
+        self.stream = launch._stream(self.index) if self.index >= 0 else 0
+
+    def use(self) -> None:
+        """Before each launch: the memory goes back to the stream that it came from, which must wait for others."""
+        if self.index < 0 or launch._stream(self.index) == self.stream:
+            return
+        if not torch.cuda.is_current_stream_capturing():  # a graph's plan is never given up
+            for t in self.tensors:
+                t.record_stream(torch.cuda.current_stream(self.index))
+
+
 class Plan:
     """A copy between two descriptions: everything but the slots, decided once."""
 
@@ -113,7 +130,6 @@ class Plan:
                 "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
                 "or call hal.warmup"
             )
-        self.planes = src, dst
         self.device = device
         alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
         groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
@@ -127,6 +143,7 @@ class Plan:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             _in_graphs.add(self)
         for g in self.groups:
+            g.tables.use()
             units = g.halves * number
             most = (2**31 - 2**20) // (units * g.chunks)
             for i in range(0, n, most):
@@ -176,13 +193,8 @@ class _Group:
             ORDER=CHUNK_OUTER if self.chunks > 1 else UNIT_INNER if together else PAIR_INNER,
             ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
         )  # fmt: skip
-        self.src_bases, self.dst_bases = (
-            upload(
-                torch.tensor([base for p in side for base in p.bases], dtype=torch.int64, device="cpu"),
-                device,
-            )
-            for side in (src, dst)
-        )
+        self.tables = Tables(device, *([base for p in side for base in p.bases] for side in (src, dst)))
+        self.src_bases, self.dst_bases = self.tables.tensors
 
 
 _plans: Plans[Plan] = Plans(256)
@@ -193,11 +205,11 @@ _in_graphs: set[Plan] = set()
 def plan(
     src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
 ) -> Plan:
-    """Kept by the identity of the descriptions, which it holds, so that none can come again for another."""
-    key = (id(src), id(dst), src_page, dst_page, device)
+    """Kept by the identity of the pools' planes, for as long as they live."""
+    key = (id(src[0]), id(dst[0]), src_page, dst_page, device)
     found = _plans.get(key)
     if found is None:
-        found = _plans[key] = Plan(src, dst, src_page, dst_page, device)
+        found = _plans.hold(key, Plan(src, dst, src_page, dst_page, device), src[0], dst[0])
     return found
 
 

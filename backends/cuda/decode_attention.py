@@ -293,7 +293,7 @@ def decode_attention(
     v_dim = v_cache.shape[-1]
     if out is None:
         out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
-    if not bs:
+    if not bs or not q_heads:
         return out
     nnz, device = kv_indices.shape[0], q.get_device()
     if nnz >= 2**31:

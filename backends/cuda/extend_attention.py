@@ -318,7 +318,7 @@ def extend_attention(
     v_dim, bs = v_cache.shape[-1], qo_indptr.shape[0] - 1
     if out is None:
         out = torch.empty(n, q_heads, v_dim, dtype=q.dtype, device=q.device)
-    if not n or not bs:
+    if not n or not bs or not q_heads:
         return out
     nnz = kv_indices.shape[0]
     if max(n, nnz) > MOST:

@@ -75,22 +75,31 @@ def record(arch: int = 90) -> Iterator[list[Call]]:
 def compile_call(call: Call, arch: int) -> Any:
     """The Triton or Gluon kernel that `call` would start on compute capability `arch`."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
+
+    jit = call[0].kernel.jit
+    signature, constexprs, attrs, options = form_of(call, arch)
+    source = GluonASTSource if jit.is_gluon() else ASTSource
+    made = source(jit, signature, constexprs, attrs)
+    return compile(made, target=GPUTarget("cuda", arch, 32), options=options.__dict__)
+
+
+def form_of(call: Call, arch: int) -> tuple[Any, Any, Any, Any]:
+    """What Triton tells the forms of a kernel apart by: signature, constexprs, attributes, options."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
 
     bound, args = call
-    jit, target = bound.kernel.jit, GPUTarget("cuda", arch, 32)
-    on = arch >= 90
+    jit, on = bound.kernel.jit, arch >= 90
     static = {**bound.static, **({"PDL": on, "launch_pdl": on} if "PDL" in bound.static else {})}
-    backend = CUDABackend(target)
+    backend = CUDABackend(GPUTarget("cuda", arch, 32))
     binder = create_function_from_signature(jit.signature, jit.params, backend)
     values, specialization, options = binder(*args, **static)
     kwargs = {**static, "debug": False}
     options, signature, constexprs, attrs = jit._pack_args(backend, kwargs, values, specialization, options)
-    source = GluonASTSource if jit.is_gluon() else ASTSource
-    return compile(source(jit, signature, constexprs, attrs), target=target, options=options.__dict__)
+    return signature, constexprs, attrs, options
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError, HalError
 from hal.backends.cuda._cache import Plans
-from hal.backends.cuda._copy import _strides, upload
+from hal.backends.cuda._copy import Tables, _strides
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.kv.pool import KVPool, Plane
 from hal.triton import launch
@@ -77,9 +77,8 @@ class _Group:
         word = min(align, 8)
         words = p.chunk_bytes // word
         self.rows = max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word)))
-        self.bases = upload(
-            torch.tensor([base for q in planes for base in q.bases], dtype=torch.int64, device="cpu"), device
-        )
+        self.tables = Tables(device, [base for q in planes for base in q.bases])
+        (self.bases,) = self.tables.tensors
         on = pdl(device.index if device.index is not None else -1)
         self.there, self.back = (
             move_rows_kernel.bind(
@@ -91,16 +90,15 @@ class _Group:
         )  # fmt: skip
 
 
-_Plan = tuple[tuple[Plane, ...], list[_Group]]
-_plans: Plans[_Plan] = Plans(256)
-_in_graphs: list[_Plan] = []
+_plans: Plans[list[_Group]] = Plans(256)
+_in_graphs: list[list[_Group]] = []
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
 
 def _plan(pool: KVPool, align: int) -> list[_Group]:
-    """Kept by the identity of the pool's planes, which it holds, so that none can come again for another."""
+    """Kept by the identity of the pool's planes, for as long as they live."""
     planes = pool.planes()
-    key = (id(planes), pool.page_size, align, pool.device)
+    key = (id(planes[0]), pool.page_size, align, pool.device)
     found = _plans.get(key)
     capturing = pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if found is None:
@@ -111,10 +109,10 @@ def _plan(pool: KVPool, align: int) -> list[_Group]:
         alike = len(planes) == 1 or _strides(planes[0]) == _strides(planes[1])
         groups = [planes] if alike else [(p,) for p in planes]
         made = [_Group(g, pool.page_size, align, pool.device) for g in groups if g[0].row_bytes]
-        found = _plans[key] = planes, made
-    if capturing and found not in _in_graphs:
+        found = _plans.hold(key, made, planes[0])
+    if capturing and not any(found is kept for kept in _in_graphs):
         _in_graphs.append(found)
-    return found[1]
+    return found
 
 
 def kv_move(
@@ -127,6 +125,7 @@ def kv_move(
     at, device = workspace.data_ptr(), pool.device
     most = PROGRAMS * multiprocessors(device.index if device.type == "cuda" else -1)
     for g in _plan(pool, min(16, at & -at) if at else 16):
+        g.tables.use()
         room = workspace.shape[0] // (n * g.row_bytes)
         if not room:
             raise ArgumentError(

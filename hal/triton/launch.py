@@ -200,17 +200,17 @@ class Launch:
 
     def _run(self, grid: Grid, args: tuple[Any, ...], warmup: bool = False) -> None:
         """Triton's own launch, or its compilation alone, from which the helper learns."""
-        # The lock: of threads that race, one compiles.
+        # The lock: of threads that race, one compiles, and one loads: Triton shows a kernel that is half loaded.
         with torch.cuda.device(self._device(args)), self._lock:
             compiled = self.kernel.jit.run(*args, grid=grid, warmup=warmup, **self.static)
-        if compiled is None:
-            raise HalError(
-                f"hal: kernel {self.kernel.name}: a jit_cache_hook of Triton refused to compile it"
-            )
-        if self.native is not None:
-            form = _form(compiled.result() if hasattr(compiled, "result") else compiled, self.args)
-            if form is not None:
-                self.native.add(args, *form)
+            if compiled is None:
+                raise HalError(
+                    f"hal: kernel {self.kernel.name}: a jit_cache_hook of Triton refused to compile it"
+                )
+            if self.native is not None:
+                form = _form(compiled.result() if hasattr(compiled, "result") else compiled, self.args)
+                if form is not None:
+                    self.native.add(args, *form)
 
     def _device(self, args: Sequence[Any]) -> int:
         """The device of the tensors; an error where an argument is not one that kernels take."""

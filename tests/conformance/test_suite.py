@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_what_is_kept_of_some_calls_alone_is_no_leak() -> None:
     assert keeping(1_450).outcome == PASSED
     forever = keeping(10**9)
     assert forever.outcome == FAILED
-    assert "1,000 more tensors alive" in forever.reason
+    assert re.search(r"[\d,]+ more tensors alive", forever.reason)
 
 
 def test_a_refusal_is_only_for_features_and_names_a_declared_limit() -> None:
