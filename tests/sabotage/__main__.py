@@ -5,46 +5,85 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from hal.ops import BUILTIN
 from sabotage import faults
-from sabotage._run import false_alarms, kill
+from sabotage._healthy import Fault
+from sabotage._run import Kill, false_alarms, kill
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sabotage", description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="", help="faults whose name or op contains this")
+    parser.add_argument("--op", choices=BUILTIN, help="this op's alone")
+    parser.add_argument("--jobs", type=int, default=1, help="ops at a time, in processes of their own")
     parser.add_argument("--json", type=Path, help="write the kills here")
     args = parser.parse_args()
-    chosen = [f for f in faults() if args.only in f"{f.op} {f.name}"]
-    for op in BUILTIN:
-        alarms = false_alarms(op, args.device) if any(f.op == op for f in chosen) else []
+    chosen = [f for f in faults() if args.only in f"{f.op} {f.name}" and args.op in (None, f.op)]
+    ops = [op for op in BUILTIN if any(f.op == op for f in chosen)]
+    if args.jobs > 1 and len(ops) > 1:
+        kills = spread(ops, args)
+    else:
+        kills = [k.to_json() for k in run(ops, chosen, args.device)]
+    if len(kills) < len(chosen):
+        print("\nkill score: none, not all was run")
+        return 1
+    ran = [k for k in kills if k["outcome"] != "not run"]
+    killed = [k for k in ran if k["outcome"] == "killed"]
+    print(f"\nkill score on {args.device}: {len(killed)} / {len(ran)}; {len(kills) - len(ran)} not run here")
+    if args.json:
+        report = {"device": args.device, "killed": len(killed), "run": len(ran), "faults": kills}
+        # Messages name files of this checkout, wherever it lies.
+        root = f"{Path(__file__).parents[2]}{os.sep}"
+        args.json.write_text(json.dumps(report, indent=1).replace(root, "") + "\n", encoding="utf-8")
+    return int(len(killed) < len(ran) or not ran)
+
+
+def run(ops: Sequence[str], chosen: Sequence[Fault], device: str) -> list[Kill]:
+    """One fault after the other; none where a healthy backend is accused."""
+    for op in ops:
+        alarms = false_alarms(op, device)
         if alarms:
             print(f"a healthy {op} is accused, so no kill of it means anything:", *alarms[:5], sep="\n  ")
-            return 1
+            return []
     kills = []
     for fault in chosen:
-        got = kill(fault, args.device)
+        got = kill(fault, device)
         kills.append(got)
         first = got.message.splitlines()[0] if got.message else ""
         print(
             f"{got.outcome:<9} {fault.op}: {fault.name}  [{got.case or '-'}, {got.seconds:.1f} s] {first:.150}",
             flush=True,
         )
-    ran = [k for k in kills if k.outcome != "not run"]
-    killed = [k for k in ran if k.outcome == "killed"]
-    print(f"\nkill score on {args.device}: {len(killed)} / {len(ran)}; {len(kills) - len(ran)} not run here")
-    if args.json:
-        told = {
-            "device": args.device, "killed": len(killed), "run": len(ran), "faults": [k.to_json() for k in kills],
-        }  # fmt: skip
-        # Messages name files of this checkout, wherever it lies.
-        root = f"{Path(__file__).parents[2]}{os.sep}"
-        args.json.write_text(json.dumps(told, indent=1).replace(root, "") + "\n", encoding="utf-8")
-    return int(len(killed) < len(ran) or not ran)
+    return kills
+
+
+def spread(ops: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each op in a process of its own, `args.jobs` at a time."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+
+        def one(op: str) -> list[dict[str, Any]]:
+            file = Path(folder, op)
+            command = [sys.executable, "-m", "sabotage", "--device", args.device, "--only", args.only]
+            done = subprocess.run(
+                [*command, "--op", op, "--json", file], capture_output=True, text=True, check=False
+            )
+            print(done.stdout.partition("\nkill score")[0], end="", flush=True)
+            if not file.exists():
+                print(done.stderr, file=sys.stderr)
+                return []
+            kills: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["faults"]
+            return kills
+
+        return [k for kills in pool.map(one, ops) for k in kills]
 
 
 if __name__ == "__main__":
