@@ -85,7 +85,8 @@ def _main(
         report.show(run)
     if save:
         about = run["machine"]
-        which = "-".join(names) or "all"
+        which = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-more"
+        which = which or "all"
         file = Path(save, f"{device}-{which}-{about['date'][:10]}-{about['commit'][:8] or 'nogit'}.json")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_json.dumps(run, indent=1) + "\n")

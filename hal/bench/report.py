@@ -110,7 +110,7 @@ def show(run: dict[str, Any]) -> None:
         )
         for row in rows:
             values = row[measure]
-            cells = [str(row[f]) for f in fields]
+            cells = [f"{v:.4g}" if isinstance(v := row[f], float) else str(v) for f in fields]
             cells += [f"{values[i]:.4g}" if i in values else "" for i in impls]
             cells += [_ratio(row, measure, i) for i in others]
             table.add_row(*cells)

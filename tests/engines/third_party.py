@@ -12,6 +12,6 @@ def add(path: Path, ops: Sequence[str]) -> None:
     """Writes it into a folder, for processes that have that on their path, unless it is there."""
     if (path / "acme.py").exists():
         return
-    kernels = ["from hal.ops import get_spec", *(f"{op} = spec({op!r}).reference" for op in ops)]
+    kernels = ["from hal.ops import get_spec", *(f"{op} = get_spec({op!r}).reference" for op in ops)]
     listed = ", ".join(f'"{op}": Impl("acme_kernels:{op}")' for op in ops)
     Plugins(path).add("acme", manifest("acme", ops=f"{{{listed}}}"), kernels="\n".join(kernels) + "\n")
