@@ -32,6 +32,29 @@ def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFi
         assert all(row["best"][n] <= row["wall_us"][n] for n in row["best"])
 
 
+def test_a_run_of_many_tables_has_a_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = list(bench.tables_of("cpu"))
+    about = {
+        "cpu": "x",
+        "threads": 1,
+        "cores": 1,
+        "load": [0.0],
+        "versions": {},
+        "date": "2026-01-02T03:04",
+        "commit": "",
+    }
+    rows = [{"op": "x", "bs": 1, "share": 0.123456789, "wall_us": {"hal": 2.0, "eager": 4.0}}]
+    monkeypatch.setattr(bench, "run_tables", lambda *_: {"machine": about, "rows": rows, "quick": False})
+    assert bench.main(tables, save=str(tmp_path)) == 0
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"cpu-{tables[0]}-and-{len(tables) - 1}-more-2026-01-02-nogit.json"
+    shown = capsys.readouterr().out
+    assert "0.1235" in shown
+    assert "2.00 x" in shown
+
+
 def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["assign_extend_cache_locs"], quick=True) == 0
     shown = capsys.readouterr().out
