@@ -5,6 +5,17 @@ Installed is not switched on: ``HAL_ENGINES=vllm`` switches a whole adapter on, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from hal.engines._engine import ENGINES, Engine, EngineError, asked, layer, require, states
 
-__all__ = ["ENGINES", "Engine", "EngineError", "asked", "layer", "require", "states"]
+__all__ = ["ENGINES", "Engine", "EngineError", "asked", "join_sinks", "layer", "require", "states"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch is imported by whoever attends, not by `hal info`.
+    if name == "join_sinks":
+        from hal.engines._sinks import join_sinks
+
+        return join_sinks
+    raise AttributeError(f"module {__name__} has no attribute {name}")

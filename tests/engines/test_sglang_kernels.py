@@ -246,9 +246,15 @@ def test_rope(neox: bool, signature: str) -> None:
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, cap: float
-) -> torch.Tensor:
-    """One request: q ``[m, heads, dim]`` of the last of ``l`` tokens, k and v ``[l, kv_heads, dim]``."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    cap: float,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one request: q ``[m, heads, dim]`` of the last of ``l`` tokens, k and v ``[l, kv_heads, dim]``."""
     m, length = q.shape[0], k.shape[0]
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (k, v))
     logits = q.transpose(0, 1) @ k.mT * scale
@@ -256,14 +262,19 @@ def dense(
         logits = cap * torch.tanh(logits / cap)
     at, j = torch.arange(length - m, length)[:, None], torch.arange(length)
     seen = (j <= at) & ((j >= at - window) | (window < 0))
-    return (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(-1, m, 1)], dim=-1)
+    return (logits.softmax(-1)[..., :length] @ v).transpose(0, 1), logits.logsumexp(-1).T
 
 
 LENS, NEW = [7, 1, 12], [3, 1, 5]
 
 
-@pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (4, 5.0)])
-def test_attention(window: int, cap: float) -> None:
+@pytest.mark.parametrize(
+    ("window", "cap", "sinking"), [(-1, 0.0, False), (4, 5.0, False), (-1, 0.0, True), (2, 0.0, True)]
+)
+def test_attention(window: int, cap: float, sinking: bool) -> None:
     k_cache, v_cache = torch.randn(SLOTS, HEADS, DIM), torch.randn(SLOTS, HEADS, 4)
     slots = torch.randperm(SLOTS)[: sum(LENS)]
     kv = torch.tensor([0, *torch.tensor(LENS).cumsum(0).tolist()])
@@ -271,13 +282,16 @@ def test_attention(window: int, cap: float) -> None:
     q = torch.randn(sum(NEW), 2 * HEADS, DIM)
     scale = 0.3
     lists = [slots[kv[i] : kv[i + 1]] for i in range(3)]
-    want = torch.cat(
-        [dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap) for i, s in enumerate(lists)]
-    )
+    sinks = torch.randn(2 * HEADS) if sinking else None
+    each = [
+        dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap, sinks)
+        for i, s in enumerate(lists)
+    ]
+    want, sums = map(torch.cat, zip(*each, strict=True))
     out = torch.zeros_like(want)
     kernels.extend_attention_fwd_unified(
         q, out, k_cache, v_cache, 1.0, 1.0, qo, kv, slots, None, 5, sm_scale=scale, logit_cap=cap,
-        sliding_window_size=window,
+        sliding_window_size=window, sinks=sinks,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
     # The cache without the new rows, which come apart.
@@ -288,15 +302,29 @@ def test_attention(window: int, cap: float) -> None:
     given, lse, out = torch.cat([*cached, torch.tensor([99])]), torch.empty(sum(NEW), 2 * HEADS), out.zero_()
     kernels.extend_attention_fwd(
         q, k_cache[new], v_cache[new], out, k_cache, v_cache, qo.int(), prefix, given, sm_scale=scale,
-        logit_cap=cap, sliding_window_size=window, lse_extend=lse,
+        logit_cap=cap, sliding_window_size=window, lse_extend=lse, sinks=sinks,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
-    assert lse.isfinite().all()
+    torch.testing.assert_close(lse, sums)
     if window < 0:
         last = q[qo[1:] - 1]
         one = torch.zeros(3, 2 * HEADS, 4)
         kernels.decode_attention_fwd(
-            last, k_cache, v_cache, one, kv, slots, None, None, None, 8, scale, 1.0, 1.0, logit_cap=cap
+            last,
+            k_cache,
+            v_cache,
+            one,
+            kv,
+            slots,
+            None,
+            None,
+            None,
+            8,
+            scale,
+            1.0,
+            1.0,
+            logit_cap=cap,
+            sinks=sinks,
         )
         torch.testing.assert_close(one, want[qo[1:] - 1])
 
@@ -304,7 +332,7 @@ def test_attention(window: int, cap: float) -> None:
 def test_attention_refuses() -> None:
     x, none = torch.zeros(1, 2, 8), torch.tensor([0, 0])
     for changed in (
-        {"sinks": torch.zeros(2)}, {"xai_temperature_len": 3}, {"score_mod": len}, {"custom_mask": none},
+        {"xai_temperature_len": 3}, {"score_mod": len}, {"custom_mask": none},
         {"skip_prefix": True}, {"k_scale": 2.0},
     ):  # fmt: skip
         with pytest.raises(kernels.Unsupported, match=f"extend_attention_fwd: {next(iter(changed))} is set"):

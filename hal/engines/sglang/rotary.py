@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.rotary_embedding import rope_variant, yarn  # noqa: F401  (classes that `_below` finds)
+from sglang.srt.layers.rotary_embedding import mrope, rope_variant, yarn  # noqa: F401  (classes that `_below` finds)
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from torch import Tensor
 
 import hal
+from hal.engines._mrope import rows_of_tokens
 from hal.engines.sglang import limits, seams
 
 SAME = ("forward", "forward_native")
@@ -47,8 +48,9 @@ def _plain(cls: type) -> bool:
     # DeepSeek's says the same of its table in other words.
     if cls is rope_variant.DeepseekScalingRotaryEmbedding:
         return True
-    return issubclass(cls, RotaryEmbedding) and all(
-        getattr(cls, n) is getattr(RotaryEmbedding, n) for n in SAME
+    return any(
+        issubclass(cls, base) and all(getattr(cls, n) is getattr(base, n) for n in SAME)
+        for base in (mrope.MRotaryEmbedding, RotaryEmbedding)
     )
 
 
@@ -69,7 +71,10 @@ def forward(
         table = self.cos_sin_cache
     n, size = query.shape[0], self.head_size
     q, k = query.view(n, -1, size), key.view(n, -1, size)
-    positions, interleaved = positions.flatten(), not self.is_neox_style
+    if positions.ndim == 2:
+        axes = self.axis_map.repeat(2)
+        table, positions = rows_of_tokens(table, positions, axes)
+    interleaved = not self.is_neox_style
     kinds = q.device, q.dtype, q.shape[1], k.shape[1], size, table.dtype, table.shape[1], interleaved
     fused = fused_set_kv_buffer_arg
     if fused is None:

@@ -11,6 +11,7 @@ import hal
 from hal._errors import HalError
 from hal.engines import _engine
 from hal.engines._engine import EngineError
+from hal.engines._sinks import join_sinks, room_for
 from hal.engines.transformers import paged
 from hal.engines.transformers.step import StepMask
 
@@ -34,6 +35,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     cache: Any = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as every function that is registered with ``AttentionInterface``.
@@ -49,6 +51,7 @@ def attention_forward(
         softcap: hal's ``logit_cap``.
         is_causal: False is refused.
         cache: the paged cache of continuous batching, or None.
+        s_aux: attention sinks, ``[q_heads]`` (gpt-oss).
 
     Returns:
         (``[requests, queries, q_heads, v_head_dim]``, None).
@@ -65,14 +68,16 @@ def attention_forward(
                 "logit_cap": softcap or 0.0,
             }
             if cache is not None:
-                return paged.attention(module, query, key, value, cache, kwargs, values), None
-            return _attention(query, key, value, attention_mask, values), None
+                return paged.attention(module, query, key, value, cache, kwargs, s_aux, values), None
+            return _attention(query, key, value, attention_mask, s_aux, values), None
         except HalError as e:
             e.add_note(f"in transformers' layer {layer} ({type(module).__name__})")
             raise
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, values: Any) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, values: Any
+) -> Tensor:
     if not isinstance(mask, StepMask):
         got = "none" if mask is None else f"a tensor {list(mask.shape)}"
         raise EngineError(
@@ -95,8 +100,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, v
     q = query.transpose(1, 2).reshape(requests * queries, q_heads, head_dim)
     lists = (indptr, indices) if queries == 1 else (step.qo_indptr, indptr, indices)
     op = hal.decode_attention if queries == 1 else hal.extend_attention
-    out = op(q, k_cache, v_cache, *lists, sliding_window=step.window, **values)
-    return out.view(requests, queries, q_heads, value.shape[-1])
+    lse = room_for(q, sinks)
+    out = op(q, k_cache, v_cache, *lists, lse=lse, sliding_window=step.window, **values)
+    return join_sinks(out, lse, sinks).view(requests, queries, q_heads, value.shape[-1])
 
 
 def _as_slots(x: Tensor) -> tuple[Tensor, int]:

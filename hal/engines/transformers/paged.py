@@ -13,13 +13,15 @@ from torch import Tensor
 
 import hal
 from hal.engines._engine import EngineError
+from hal.engines._sinks import join_sinks, room_for
 
 SLIDING = "sliding_attention"
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, step: dict[str, Any], values: Any
-) -> Tensor:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, step: dict[str, Any], sinks: Tensor | None,
+    values: Any,
+) -> Tensor:  # fmt: skip
     """Writes the new keys and values to their slots, and attends over the slots of each request.
 
     Args:
@@ -28,6 +30,7 @@ def attention(
         value: likewise.
         cache: transformers' ``PagedAttentionCache``.
         step: what continuous batching hands to every layer.
+        sinks: ``[q_heads]``, or None.
         values: the op's keyword arguments.
     """
     if step.get("block_table") is not None:
@@ -53,13 +56,13 @@ def attention(
         # Where nothing is cached yet, a request's slots are those that its tokens have just been written to.
         indices = read if read.numel() else write
     q = query[0].transpose(0, 1)
+    lse = room_for(q, sinks)
+    values = {**values, "lse": lse, "sliding_window": window}
     if q.shape[0] == kv_indptr.shape[0] - 1 and step["max_length_q"] == 1:
-        out = hal.decode_attention(q, k_cache, v_cache, kv_indptr, indices, sliding_window=window, **values)
+        out = hal.decode_attention(q, k_cache, v_cache, kv_indptr, indices, **values)
     else:
-        out = hal.extend_attention(
-            q, k_cache, v_cache, qo_indptr, kv_indptr, indices, sliding_window=window, **values
-        )
-    return out.unsqueeze(0)
+        out = hal.extend_attention(q, k_cache, v_cache, qo_indptr, kv_indptr, indices, **values)
+    return join_sinks(out, lse, sinks).unsqueeze(0)
 
 
 def _same_heads(key: Tensor, value: Tensor, held: Tensor) -> None:

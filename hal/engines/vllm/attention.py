@@ -70,6 +70,10 @@ class HalAttentionBackend(SharedAnswers, AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return bool(attn_type == AttentionType.DECODER)
 
@@ -113,13 +117,15 @@ class HalAttentionImpl(AttentionImpl[Step]):
         **others: Any,
     ) -> None:
         reasons = limits.of_layer(
-            kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, alibi_slopes=alibi_slopes, sinks=sinks, **others
-        )  # fmt: skip
+            kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, alibi_slopes=alibi_slopes, **others
+        )
         config = get_current_vllm_config()
         reasons += limits.of_config(config)
         if reasons:
             raise limits.refusal(reasons)
         self.num_heads, self.head_size = num_heads, head_size
+        # vLLM loads its values later.
+        self.sinks = sinks
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
@@ -155,6 +161,8 @@ class HalAttentionImpl(AttentionImpl[Step]):
         one = torch.ones((), dtype=torch.float32, device=device)
         scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}
         options = {**self.options, **scales}
+        if self.sinks is not None:
+            options["lse"] = torch.zeros(2, self.num_heads, dtype=torch.float32, device=device)
         cos_sin = torch.zeros(1, self.head_size // 2 * 2, dtype=self.dtype, device=device)
         self.ops = hal.bind(
             device,
@@ -201,7 +209,7 @@ class HalAttentionImpl(AttentionImpl[Step]):
         if attn_metadata is None:  # vLLM measures its memory
             return output.fill_(0)
         k, v = self._caches(kv_cache)
-        attn_metadata.attend(self.ops, query, k, v, output, **self.options, **self._scales(layer))
+        attn_metadata.attend(self.ops, query, k, v, output, self.sinks, **self.options, **self._scales(layer))
         return output
 
     def do_kv_cache_update(

@@ -15,12 +15,16 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding as vllm_rotary
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope_interleaved import MRotaryEmbeddingInterleaved
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import hal
 from hal.engines import EngineError
+from hal.engines._mrope import axes_of, rows_of_tokens
 from hal.engines.vllm import limits
 
+BY_AXES: tuple[type, ...] = MRotaryEmbedding, MRotaryEmbeddingInterleaved
 LIBRARY = torch.library.Library("hal_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -40,7 +44,8 @@ class HalRotary:
         table = self.cos_sin_cache
         if table.dtype not in (torch.float32, query.dtype) or table.device != query.device:
             table = self._match_cos_sin_cache_dtype(query)
-        arguments = positions.flatten(), query, key, table, self.head_size, self.is_neox_style
+        table, positions = self._rows(table, positions)
+        arguments = positions, query, key, table, self.head_size, self.is_neox_style
         if not torch.compiler.is_compiling():
             rotate(*arguments)
             return query, key
@@ -48,6 +53,33 @@ class HalRotary:
             return torch.ops.hal_vllm.rope_q(*arguments[:2], *arguments[3:]), None
         q, k = torch.ops.hal_vllm.rope(*arguments)
         return q, k
+
+
+    def _rows(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The table to rotate by, and each token's row of it."""
+        return table, positions.flatten()
+
+
+class HalMRotary(HalRotary):
+    """With a position for each axis of an image or a film."""
+
+    mrope_section: list[int] | None
+    mrope_interleaved: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # One class has made the list already, by an order of its own.
+        axes = getattr(self, "mrope_dim", None) or 2 * axes_of(self.mrope_section or (), self.mrope_interleaved)
+        device = self.cos_sin_cache.device
+        self.axes: Tensor
+        self.register_buffer("axes", torch.tensor(axes, dtype=torch.int64, device=device), persistent=False)
+
+    register_buffer: Any
+
+    def _rows(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if positions.ndim == 1:
+            return table, positions
+        return rows_of_tokens(table, positions, self.axes)
 
 
 def classes() -> dict[str, type]:
@@ -62,13 +94,16 @@ def classes() -> dict[str, type]:
         )
     known: list[type] = [RotaryEmbedding, *_below(RotaryEmbedding)]
     same: list[type] = list(filter(_plain, known))
-    same.append(DeepseekScalingRotaryEmbedding)
+    same += [DeepseekScalingRotaryEmbedding, *BY_AXES]
     taken = [c.__name__ for c in same if c.__name__ in op_registry_oot]
     if taken:
         raise EngineError(
             f"hal: vllm can't run on hal: another plugin stands in for {', '.join(taken)} already"
         )
-    return {c.__name__: type(f"Hal{c.__name__}", (HalRotary, c), {"__module__": __name__}) for c in same}
+    return {
+        c.__name__: type(f"Hal{c.__name__}", (HalMRotary if c in BY_AXES else HalRotary, c), {"__module__": __name__})
+        for c in same
+    }
 
 
 def _below(cls: type) -> list[type]:

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import hal
 from hal.engines import asked, layer
+from hal.engines._sinks import join_sinks, room_for
 from hal.engines.vllm import limits, rotary
 
 
@@ -56,16 +57,37 @@ class Step(AttentionMetadata):
     def num_decode_tokens(self) -> int:
         return self.num_actual_tokens
 
-    def attend(self, ops: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> None:
+    def attend(
+        self,
+        ops: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         """Attention of this step's queries: single tokens by `decode_attention`, all others by `extend_attention`.
 
         Rows of q and out past the step's tokens are padding, left alone.
+
+        Args:
+            ops: bound.
+            q: ``[tokens, q_heads, head_dim]``.
+            k: the cache's.
+            v: likewise.
+            out: ``[tokens, q_heads, v_head_dim]``, written.
+            sinks: ``[q_heads]``, of layers that have them.
+            options: the ops' keyword arguments.
         """
         n = self.decodes
+        lse = room_for(q, sinks)
         if n:
-            ops.decode_attention(q[:n], k, v, *self.lists_of_decodes, out[:n], **options)
+            of_decodes = None if lse is None else lse[:n]
+            ops.decode_attention(q[:n], k, v, *self.lists_of_decodes, out[:n], of_decodes, **options)
         if n < self.num_reqs:
-            ops.extend_attention(q, k, v, *self.lists_of_others, out, **options)
+            ops.extend_attention(q, k, v, *self.lists_of_others, out, lse, **options)
+        join_sinks(out, lse, sinks)
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):

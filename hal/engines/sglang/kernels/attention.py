@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import hal
+from hal.engines._sinks import join_sinks, room_for
 from hal.engines.sglang.kernels._common import Unsupported, refuse
 
 
@@ -40,12 +41,13 @@ def decode_attention_fwd(
     SGLang's scratch (`attn_logits`, `attn_lse`, the splits) stays as it was.
     """
     name = "decode_attention_fwd"
-    _plain(name, sinks, xai_temperature_len, score_mod, aux_tensors)
-    bs = q.shape[0]
+    _plain(name, xai_temperature_len, score_mod, aux_tensors)
+    bs, lse = q.shape[0], room_for(q, sinks)
     hal.decode_attention(
-        q, k_buffer, v_buffer, kv_indptr[: bs + 1], kv_indices, o, scale=sm_scale, logit_cap=logit_cap,
+        q, k_buffer, v_buffer, kv_indptr[: bs + 1], kv_indices, o, lse, scale=sm_scale, logit_cap=logit_cap,
         **_scales(name, q, k_buffer, k_scale, v_scale),
     )  # fmt: skip
+    join_sinks(o, lse, sinks)
 
 
 def extend_attention_fwd_unified(
@@ -75,13 +77,15 @@ def extend_attention_fwd_unified(
 ) -> None:
     """Attention of several queries a request over the slots of all its tokens, into o ``[n, heads, v_dim]``."""
     name = "extend_attention_fwd_unified"
-    _plain(name, sinks, xai_temperature_len, score_mod, aux_tensors)
+    _plain(name, xai_temperature_len, score_mod, aux_tensors)
     refuse(name, custom_mask=custom_mask)
+    lse = room_for(q, sinks)
     hal.extend_attention(
-        q, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, o,
+        q, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, o, lse,
         scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
         sliding_window=sliding_window_size, logit_cap=logit_cap, **_scales(name, q, k_buffer, k_scale, v_scale),
     )  # fmt: skip
+    join_sinks(o, lse, sinks)
 
 
 def extend_attention_fwd(
@@ -121,7 +125,7 @@ def extend_attention_fwd(
     device. Where k and v are in the cache already, `extend_attention_fwd_unified` copies nothing.
     """
     name = "extend_attention_fwd"
-    _plain(name, sinks, xai_temperature_len, score_mod, aux_tensors)
+    _plain(name, xai_temperature_len, score_mod, aux_tensors)
     refuse(
         name, custom_mask=custom_mask, window_kv_offsets=window_kv_offsets, skip_prefix=skip_prefix,
         skip_extend=skip_extend,
@@ -147,16 +151,23 @@ def extend_attention_fwd(
     fresh = count(n) + kv[1:][request.repeat_interleave(qo.diff(), output_size=n)]
     indices = torch.empty(cached + n, dtype=torch.int64, device=qo.device)
     indices[torch.cat([old, fresh])] = count(cached + n)
+    lse = room_for(q_extend, sinks) if lse_extend is None else lse_extend
     hal.extend_attention(
-        q_extend, k, v, qo, kv + qo, indices, o_extend, lse_extend,
+        q_extend, k, v, qo, kv + qo, indices, o_extend, lse,
         scale=q_extend.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
         sliding_window=sliding_window_size, logit_cap=logit_cap, **scales,
     )  # fmt: skip
+    join_sinks(o_extend, lse, sinks)
+    if lse_extend is not None and sinks is not None:
+        # As upstream's: the sink counts, but where there is no key.
+        lse_extend.copy_(
+            torch.where(lse_extend.isneginf(), lse_extend, torch.logaddexp(lse_extend, sinks.float()))
+        )
 
 
-def _plain(function: str, sinks: Any, temperature: int, score_mod: Any, aux_tensors: Any) -> None:
+def _plain(function: str, temperature: int, score_mod: Any, aux_tensors: Any) -> None:
     refuse(
-        function, sinks=sinks, xai_temperature_len=temperature if temperature > 0 else None, score_mod=score_mod,
+        function, xai_temperature_len=temperature if temperature > 0 else None, score_mod=score_mod,
         aux_tensors=aux_tensors,
     )  # fmt: skip
 
