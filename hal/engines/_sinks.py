@@ -19,7 +19,7 @@ def join_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor:
     Args:
         out: ``[n, q_heads, v_head_dim]``, as an attention op wrote it; changed in place.
         lse: ``[n, q_heads]`` float32, that op's. -inf, a query that sees nothing: its zeros stay.
-        sinks: ``[q_heads]``, natural logits of any float dtype, neither scaled nor capped. None, as `lse`: there are none.
+        sinks: ``[q_heads]``, natural logits of any float dtype, neither scaled nor capped. None, as `lse`: none.
 
     Returns:
         `out`.

@@ -70,7 +70,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         "compiled": {"model": llama, "rounds": [prompts()], "llm": {"enforce_eager": False}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "llm": {"kv_cache_dtype": "fp8"}},
         "flag": {"model": llama, "rounds": [prompts()], "llm": {"attention_backend": "CUSTOM"}},
-        "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
+        "alibi": {"model": str(vllm_models.tiny_model("bloom-alibi")), "rounds": [prompts((3,))]},
     }  # fmt: skip
     for name, job in made.items():
         job["name"] = name
@@ -93,7 +93,7 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
         [*COMPARED, *SHAPES[1:], "fp8-cache"],
     ),
     "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled"]),
-    "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "sinks"]),
+    "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "alibi"]),
 }
 """By name: what is added to the environment, and the jobs. The stock one has hal installed, and its plugin loaded."""
 
@@ -240,9 +240,9 @@ def test_the_flag_alone_switches_attention_on() -> None:
 
 
 def test_a_model_that_needs_what_hal_lacks_is_refused_at_start() -> None:
-    error = results("acme")["sinks"]["error"]
+    error = results("acme")["alibi"]["error"]
     assert error.startswith("EngineError: hal: vllm can't run this model on hal: ")
-    assert "attention sinks" in error
+    assert "ALiBi" in error
 
 
 def test_the_selector_gets_reasons() -> None:
@@ -254,7 +254,7 @@ def test_the_selector_gets_reasons() -> None:
 
         plain = {
             "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
-            "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+            "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
             "device_capability": None, "attn_type": "decoder", "has_sliding_window": True,
         }  # fmt: skip
         with set_current_vllm_config(VllmConfig()):
@@ -263,7 +263,7 @@ def test_the_selector_gets_reasons() -> None:
     assert reasons(HalAttentionBackend) == []
     assert reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False) == []
     for changed in (
-        {"has_sink": True}, {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
+        {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
         {"head_size": 640}, {"kv_cache_dtype": "int8_per_token_head"}, {"use_non_causal": True}, {"use_mla": True},
         {"kv_cache_dtype": "float16"},
     ):  # fmt: skip

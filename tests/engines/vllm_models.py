@@ -35,8 +35,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTJ",
         {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 256, "n_inner": 96},
     ),
+    "gpt-oss-sinks": (
+        "GptOss", {**HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": tiny.WINDOW},
+    ),
     "deepseek-v2-mla": tiny.SHAPES["deepseek-v2"],
 }  # fmt: skip
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom-alibi": ("Bloom", {"n_head": 4, "hidden_size": 128, "n_layer": 2})
+}
 STOCK = [s for s in SHAPES if "mla" not in s]
 """Those that stock vLLM runs on a CPU: its latent attention is for rows of 576 alone."""
 
@@ -50,7 +56,7 @@ def folder() -> Path:
 def tiny_model(shape: str) -> Path:
     import transformers
 
-    family, changed = SHAPES.get(shape) or tiny.SHAPES[shape]
+    family, changed = {**tiny.SHAPES, **SHAPES, **REFUSED}[shape]
     given = {**tiny.COMMON, **changed}
     if family == "GPTJ":
         names = ("vocab_size", "initializer_range", "eos_token_id", "tie_word_embeddings")

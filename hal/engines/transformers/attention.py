@@ -101,7 +101,7 @@ def _attention(
     lists = (indptr, indices) if queries == 1 else (step.qo_indptr, indptr, indices)
     op = hal.decode_attention if queries == 1 else hal.extend_attention
     lse = room_for(q, sinks)
-    out = op(q, k_cache, v_cache, *lists, lse=lse, sliding_window=step.window, **values)
+    out = op(q, k_cache, v_cache, *lists, **{**values, "lse": lse, "sliding_window": step.window})
     return join_sinks(out, lse, sinks).view(requests, queries, q_heads, value.shape[-1])
 
 

@@ -54,7 +54,6 @@ class HalRotary:
         q, k = torch.ops.hal_vllm.rope(*arguments)
         return q, k
 
-
     def _rows(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The table to rotate by, and each token's row of it."""
         return table, positions.flatten()
@@ -69,7 +68,9 @@ class HalMRotary(HalRotary):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # One class has made the list already, by an order of its own.
-        axes = getattr(self, "mrope_dim", None) or 2 * axes_of(self.mrope_section or (), self.mrope_interleaved)
+        axes = getattr(self, "mrope_dim", None) or 2 * axes_of(
+            self.mrope_section or (), self.mrope_interleaved
+        )
         device = self.cos_sin_cache.device
         self.axes: Tensor
         self.register_buffer("axes", torch.tensor(axes, dtype=torch.int64, device=device), persistent=False)
@@ -101,7 +102,9 @@ def classes() -> dict[str, type]:
             f"hal: vllm can't run on hal: another plugin stands in for {', '.join(taken)} already"
         )
     return {
-        c.__name__: type(f"Hal{c.__name__}", (HalMRotary if c in BY_AXES else HalRotary, c), {"__module__": __name__})
+        c.__name__: type(
+            f"Hal{c.__name__}", (HalMRotary if c in BY_AXES else HalRotary, c), {"__module__": __name__}
+        )
         for c in same
     }
 
