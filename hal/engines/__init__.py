@@ -9,13 +9,23 @@ from typing import Any
 
 from hal.engines._engine import ENGINES, Engine, EngineError, asked, layer, require, states
 
-__all__ = ["ENGINES", "Engine", "EngineError", "asked", "join_sinks", "layer", "require", "states"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineError",
+    "asked",
+    "join_parts",
+    "join_sinks",
+    "layer",
+    "require",
+    "states",
+]
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported by whoever attends, not by `hal info`.
-    if name == "join_sinks":
-        from hal.engines._sinks import join_sinks
+    if name in ("join_parts", "join_sinks"):
+        from hal.engines import _softmax
 
-        return join_sinks
+        return getattr(_softmax, name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

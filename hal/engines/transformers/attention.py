@@ -11,7 +11,7 @@ import hal
 from hal._errors import HalError
 from hal.engines import _engine
 from hal.engines._engine import EngineError
-from hal.engines._sinks import join_sinks, room_for
+from hal.engines._softmax import join_sinks, room_for
 from hal.engines.transformers import paged
 from hal.engines.transformers.step import StepMask
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hal
 from hal.engines._engine import EngineError
-from hal.engines._sinks import join_sinks, room_for
+from hal.engines._softmax import join_sinks, room_for
 
 SLIDING = "sliding_attention"
 

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import hal
 from hal.engines import asked, layer
-from hal.engines._sinks import join_sinks, room_for
+from hal.engines._softmax import join_sinks, room_for
 from hal.engines.vllm import limits, rotary
 
 

@@ -11,6 +11,8 @@ from hal.engines.sglang.kernels.attention import (
     decode_attention_fwd,
     extend_attention_fwd,
     extend_attention_fwd_unified,
+    merge_state_triton,
+    merge_state_v2,
 )
 from hal.engines.sglang.kernels.cache import (
     FusedSetKVBufferArg,
@@ -49,6 +51,7 @@ create_flashinfer_kv_indices = create_flashinfer_kv_indices_triton
 OPS: dict[str, str] = {
     "attention.decode_attention_fwd": "decode_attention_fwd",
     "attention.extend_attention_fwd": "extend_attention_fwd",
+    "attention.merge_state_triton": "merge_state_triton",
     "attention.create_flashinfer_kv_indices_triton": "create_flashinfer_kv_indices_triton",
     "attention.apply_rope_with_cos_sin_cache_inplace": "apply_rope_with_cos_sin_cache_inplace",
     "kvcache.store_cache": "store_cache",
@@ -76,10 +79,10 @@ __all__ = [
     "OPS", "FusedSetKVBufferArg", "Unsupported", "alloc_decode_kernel", "alloc_extend_kernel",
     "apply_rope_with_cos_sin_cache_inplace", "assign_extend_cache_locs", "assign_extend_cache_locs_func",
     "create_flashinfer_kv_indices", "create_flashinfer_kv_indices_triton", "decode_attention_fwd",
-    "extend_attention_fwd", "extend_attention_fwd_unified", "get_last_loc", "register", "set_mla_kv_buffer",
-    "set_mla_kv_buffer_triton", "store_cache", "transfer_kv_all_layer", "transfer_kv_all_layer_direct_lf_pf",
-    "transfer_kv_all_layer_lf_pf", "transfer_kv_all_layer_lf_ph", "transfer_kv_all_layer_mla",
-    "transfer_kv_all_layer_mla_lf_pf", "transfer_kv_direct", "transfer_kv_per_layer",
+    "extend_attention_fwd", "extend_attention_fwd_unified", "get_last_loc", "merge_state_triton", "merge_state_v2",
+    "register", "set_mla_kv_buffer", "set_mla_kv_buffer_triton", "store_cache", "transfer_kv_all_layer",
+    "transfer_kv_all_layer_direct_lf_pf", "transfer_kv_all_layer_lf_pf", "transfer_kv_all_layer_lf_ph",
+    "transfer_kv_all_layer_mla", "transfer_kv_all_layer_mla_lf_pf", "transfer_kv_direct", "transfer_kv_per_layer",
     "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_per_layer_mla", "transfer_kv_per_layer_mla_pf_lf",
     "transfer_kv_per_layer_pf_lf", "transfer_kv_per_layer_ph_lf", "write_req_to_token_pool_triton",
 ]  # fmt: skip

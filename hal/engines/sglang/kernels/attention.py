@@ -1,4 +1,4 @@
-"""`decode_attention_fwd`, `extend_attention_fwd_unified`, `extend_attention_fwd`."""
+"""`decode_attention_fwd`, `extend_attention_fwd_unified`, `extend_attention_fwd`, `merge_state_triton`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.engines._sinks import join_sinks, room_for
+from hal.engines._masks import lists_of_tokens
+from hal.engines._softmax import join_parts, join_sinks, room_for
 from hal.engines.sglang.kernels._common import Unsupported, refuse
 
 
@@ -78,11 +79,11 @@ def extend_attention_fwd_unified(
     """Attention of several queries a request over the slots of all its tokens, into o ``[n, heads, v_dim]``."""
     name = "extend_attention_fwd_unified"
     _plain(name, xai_temperature_len, score_mod, aux_tensors)
-    refuse(name, custom_mask=custom_mask)
+    _check_mask(name, custom_mask, mask_indptr, sliding_window_size)
     lse = room_for(q, sinks)
-    hal.extend_attention(
-        q, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, o, lse,
-        scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
+    _attend(
+        (q, k_buffer, v_buffer), (qo_indptr, kv_indptr, kv_indices), o, lse,
+        custom_mask, mask_indptr, False, scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
         sliding_window=sliding_window_size, logit_cap=logit_cap, **_scales(name, q, k_buffer, k_scale, v_scale),
     )  # fmt: skip
     join_sinks(o, lse, sinks)
@@ -121,18 +122,37 @@ def extend_attention_fwd(
 ) -> None:
     """The same where `kv_indices` lists the cached prefix alone, and new k and v ``[n, heads, dim]`` lie apart.
 
-    hal's op reads one cache: the prefix's rows and the new ones are copied side by side first, with a wait for the
-    device. Where k and v are in the cache already, `extend_attention_fwd_unified` copies nothing.
+    Two calls, over the prefix and over the new rows, and both joined. hal's op reads one cache: with a mask or a window
+    the rows of both are copied side by side first, with a wait for the device. Where k and v are in the cache already,
+    `extend_attention_fwd_unified` copies nothing.
     """
     name = "extend_attention_fwd"
     _plain(name, xai_temperature_len, score_mod, aux_tensors)
-    refuse(
-        name, custom_mask=custom_mask, window_kv_offsets=window_kv_offsets, skip_prefix=skip_prefix,
-        skip_extend=skip_extend,
-    )  # fmt: skip
+    _check_mask(name, custom_mask, mask_indptr, sliding_window_size)
+    refuse(name, window_kv_offsets=window_kv_offsets)
+    scale = q_extend.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scales = _scales(name, q_extend, k_buffer, k_scale, v_scale)
+    options: dict[str, Any] = {"scale": scale, "logit_cap": logit_cap}
+    lse = torch.empty(q_extend.shape[:2], dtype=torch.float32, device=q_extend.device)
+    lse = lse if lse_extend is None else lse_extend
+    if custom_mask is None and sliding_window_size < 0:
+        prefix = k_buffer, v_buffer, qo_indptr, kv_indptr[: qo_indptr.shape[0]], kv_indices
+        rows = torch.arange(q_extend.shape[0], dtype=torch.int64, device=q_extend.device)
+        new = k_extend, v_extend, qo_indptr, qo_indptr, rows
+        if not skip_prefix:
+            hal.extend_attention(q_extend, *prefix, o_extend, lse, causal=False, **{**options, **scales})
+        if not skip_extend:
+            own, sums = (
+                (o_extend, lse) if skip_prefix else (torch.empty_like(o_extend), torch.empty_like(lse))
+            )
+            hal.extend_attention(q_extend, *new, own, sums, causal=is_causal, **options)
+            if not skip_prefix:
+                join_parts(o_extend, lse, own, sums, lse)
+        _sink(o_extend, lse, sinks)
+        return
+    refuse(name, skip_prefix=skip_prefix, skip_extend=skip_extend)
     if k_buffer.dtype != k_extend.dtype:
         raise Unsupported(f"hal: {name}: a cache of {k_buffer.dtype} beside new rows of {k_extend.dtype}")
-    scales = _scales(name, q_extend, k_buffer, k_scale, v_scale)
     bs, n = qo_indptr.shape[0] - 1, q_extend.shape[0]
     qo, kv = qo_indptr.to(torch.int64), kv_indptr[: bs + 1].to(torch.int64)
     cached = int(kv[-1])
@@ -151,17 +171,67 @@ def extend_attention_fwd(
     fresh = count(n) + kv[1:][request.repeat_interleave(qo.diff(), output_size=n)]
     indices = torch.empty(cached + n, dtype=torch.int64, device=qo.device)
     indices[torch.cat([old, fresh])] = count(cached + n)
-    lse = room_for(q_extend, sinks) if lse_extend is None else lse_extend
-    hal.extend_attention(
-        q_extend, k, v, qo, kv + qo, indices, o_extend, lse,
-        scale=q_extend.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
-        sliding_window=sliding_window_size, logit_cap=logit_cap, **scales,
+    _attend(
+        (q_extend, k, v), (qo, kv + qo, indices), o_extend, lse, custom_mask, mask_indptr, skip_prefix_custom_mask,
+        causal=is_causal, sliding_window=sliding_window_size, **options, **scales,
     )  # fmt: skip
-    join_sinks(o_extend, lse, sinks)
-    if lse_extend is not None and sinks is not None:
+    _sink(o_extend, lse, sinks)
+
+
+def merge_state_triton(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output: Tensor | None = None,
+    output_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Two attentions over different keys as one; the logarithms are natural."""
+    merged = torch.empty_like(prefix_lse) if output_lse is None else output_lse
+    out = prefix_output.clone() if output is None else output.copy_(prefix_output)
+    return join_parts(out, prefix_lse, suffix_output, suffix_lse, merged), merged
+
+
+def merge_state_v2(
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    v_merged: Tensor | None = None,
+    s_merged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sgl_kernel`'s name for the same."""
+    return merge_state_triton(v_a, s_a, v_b, s_b, v_merged, s_merged)
+
+
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor], lists: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None,
+    mask: Tensor | None, mask_indptr: Tensor | None, skip_prefix: bool, **options: Any,
+) -> None:  # fmt: skip
+    if mask is None:
+        hal.extend_attention(*tensors, *lists, out, lse, **options)
+    else:
+        assert mask_indptr is not None
+        del options["sliding_window"], options["causal"]
+        of_tokens = lists_of_tokens(mask, mask_indptr, *lists, skip_prefix)
+        hal.decode_attention(*tensors, *of_tokens, out, lse, **options)
+
+
+def _sink(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    join_sinks(out, lse, sinks)
+    if sinks is not None:
         # As upstream's: the sink counts, but where there is no key.
-        lse_extend.copy_(
-            torch.where(lse_extend.isneginf(), lse_extend, torch.logaddexp(lse_extend, sinks.float()))
+        lse.copy_(torch.where(lse.isneginf(), lse, torch.logaddexp(lse, sinks.float())))
+
+
+def _check_mask(function: str, mask: Tensor | None, mask_indptr: Tensor | None, window: int) -> None:
+    if mask is None:
+        return
+    if mask_indptr is None:
+        raise Unsupported(f"hal: {function}: custom_mask is set, and mask_indptr is not")
+    if window >= 0:
+        raise Unsupported(
+            f"hal: {function}: sliding_window_size {window} beside custom_mask: hal has one or the other"
         )
 
 
