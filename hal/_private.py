@@ -14,11 +14,12 @@ from typing import Any
 
 _PUBLIC = {"root", "localhost", "localdomain", "linux", "ubuntu", "runner"}
 _PATH = re.compile(r"(?<![\w.:/~])(?:~|\.{1,2})?(?:/[^\s/:,;'\"()<>|\[\]{}]+)+/?")
-_IP = re.compile(
-    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])|(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]*(?!\w)", re.I
-)
+_URL = re.compile(r"\b\w+://\S+")
+# Versions have four numbers too.
+_V4 = r"(?<!ersion[=: ])(?<!ersion: )(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])"
+_IP = re.compile(rf"{_V4}|(?<![\w:])(?:[0-9a-f]{{1,4}}:){{3,7}}[0-9a-f:]*(?!\w)", re.I)
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
-_KEPT = re.compile(r"/(?:site-packages|dist-packages|python3\.\d+)/(.+)$")
+_KEPT = re.compile(r".*/(?:site-packages|dist-packages|python3\.\d+)/(.+)$")
 _FILES = (".py", ".c", ".cpp", ".h", ".so", ".sh", ".mlir", ".ttir", ".ll", ".info", ".cfg", ".json")
 
 
@@ -51,6 +52,7 @@ def _text(text: str, words: Iterable[str]) -> str:
     if len(home) > 1:
         # A home with a blank in its name would end a path for the pattern.
         text = text.replace(home, "~")
+    text = _URL.sub("[url]", text)
     text = _MAIL.sub("[mail]", text)
     text = _PATH.sub(lambda m: _path(m.group()), text)
     text = _IP.sub("[address]", text)
@@ -60,7 +62,7 @@ def _text(text: str, words: Iterable[str]) -> str:
 
 
 def _path(path: str) -> str:
-    kept = _KEPT.search(path)
+    kept = _KEPT.match(path)
     if kept:
         return f"…/{kept.group(1)}"
     last = path.rpartition("/")[2]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -70,7 +71,7 @@ def machine() -> None:
     check("system", lambda: f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}")
     check("cores", lambda: os.cpu_count())
     for part in ("_cpu", "_commit"):
-        check(part.strip("_"), lambda part=part: getattr(importlib.import_module("hal.bench.report"), part)())
+        check(part.strip("_"), partial(_of_bench, part))
     for package in PACKAGES:
         try:
             tell(name=package, ok=True, saw=metadata.version(package))
@@ -97,6 +98,10 @@ def machine() -> None:
     check("import torch", lambda: importlib.import_module("torch").__version__)
 
 
+def _of_bench(part: str) -> str:
+    return str(getattr(importlib.import_module("hal.bench.report"), part)())
+
+
 def states() -> None:
     """Each backend on each lane: what its probe says, and how long that took."""
     from hal.registry import current
@@ -114,8 +119,9 @@ def states() -> None:
         for lane in entry.lanes or ("device",):
             begin = time.perf_counter()
             state = entry.state(lane)
+            devices = entry.manifest.lanes.get(lane, ()) if entry.manifest else ()
             tell(
-                backend=name, lane=lane, state=state.state, reason=str(state), devices=list(entry.manifest.lanes.get(lane, ())) if entry.manifest else [],
+                backend=name, lane=lane, state=state.state, reason=str(state), devices=list(devices),
                 ops=[op for op in table.op_names if entry.usual(op)], seconds=round(time.perf_counter() - begin, 3),
             )  # fmt: skip
 
@@ -138,15 +144,20 @@ def device(kind: str) -> None:
         for name, look in _checks(torch, module, kind).items():
             check(name, look)
     for size in COPIES:
-        src = torch.ones(size, dtype=torch.uint8, device="cpu", pin_memory=kind != "cpu")
-        dst = torch.empty(size, dtype=torch.uint8, device=kind)
-        for name, a, b in (
-            ("host to device", dst, src),
-            ("device to host", src, dst),
-            ("device", dst, dst.clone()),
-        ):
-            check(f"{name}, {size} bytes", lambda a=a, b=b: _median(lambda: a.copy_(b), module))
+        for way in ("host to device", "device to host", "device to device"):
+            check(f"{way}, {size} bytes", partial(_copy, torch, module, kind, way, size))
     _peak(module)
+
+
+def _copy(torch: Any, module: Any, kind: str, way: str, size: int) -> dict[str, float]:
+    """The time of a copy, from and to pinned memory."""
+    host = torch.ones(size, dtype=torch.uint8, device="cpu", pin_memory=kind != "cpu")
+    there = torch.ones(size, dtype=torch.uint8, device=kind)
+    src, dst = {"host to device": (host, there), "device to host": (there, host)}.get(
+        way, (there, there.clone())
+    )
+    found = _median(lambda: dst.copy_(src), module)
+    return {**found, "GB/s": round(size / found["median_us"] / 1e3, 2)}
 
 
 def _triton_properties() -> dict[str, int]:
@@ -236,15 +247,16 @@ def _placed(value: Any, where: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(where)
     if isinstance(value, KVPool):
-        halves = [
+        k, v = (
             [t.to(where) for t in half]
             if isinstance(half, tuple)
             else half
             if half is None
             else half.to(where)
             for half in (value.k, value.v)
-        ]
-        return KVPool(*halves, layout=value.layout, page_size=value.page_size)
+        )
+        assert k is not None
+        return KVPool(k, v, layout=value.layout, page_size=value.page_size)
     return value
 
 
@@ -273,4 +285,5 @@ def _peak(module: Any) -> None:
 if __name__ == "__main__":
     with data_output() as stdout:
         out = stdout
-        {"machine": machine, "states": states, "device": device, "times": times}[sys.argv[1]](*sys.argv[2:])
+        steps: dict[str, Any] = {"machine": machine, "states": states, "device": device, "times": times}
+        steps[sys.argv[1]](*sys.argv[2:])

@@ -31,6 +31,10 @@ def backend(fresh: None, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+once = pytest.mark.parametrize("backend", ["reference"], indirect=True)
+"""For a test whose child is the same whatever the backend here."""
+
+
 # --- slots ------------------------------------------------------------------------------------------
 
 
@@ -423,6 +427,7 @@ def test_a_name_that_is_taken_is_left_alone() -> None:
         theirs._destroy()
 
 
+@once
 def test_importing_registers_nothing() -> None:
     code = (
         "import sys, torch, hal.engines.sglang.npu as n\n"
@@ -461,12 +466,11 @@ def test_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sgl_kernel_npu.mem_cache.allocator.alloc_extend_kernel" in done
 
 
-def test_sglangs_own_ascend_code_runs_on_hal(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@once
+def test_sglangs_own_ascend_code_runs_on_hal(tmp_path: Path) -> None:
     """Its allocator, its speculative slots and its host pool's copies, unchanged, on a CPU."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed here")
-    if "cpu" in request.node.callspec.id:
-        pytest.skip("one start of SGLang is enough: it runs both backends")
     package(
         tmp_path,
         "def transfer_kv_dim_exchange(device_indices): pass\nclass TransferDirection: H2D, D2H = 1, 2",
