@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, TextIO
 
@@ -56,7 +60,9 @@ def _examine(
     return [r for r in rows if not backends or r["backend"] in backends], _notes()
 
 
-def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+def _child(
+    backend: str, lane: str, ops: Sequence[str], timeout: float, each: bool = False
+) -> list[dict[str, Any]]:
     """One backend's ops in a process of their own: its crash or hang is an outcome, not ours."""
     env = {**os.environ, "HAL_LANE": lane, "HAL_BACKEND": "", "HAL_CHECKS": "args"}
     if lane == "interpreter":
@@ -64,17 +70,8 @@ def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[
     else:
         env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "hal._doctor", backend, lane, *ops]
-    died = ""
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-        out = done.stdout
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            died = f"the child died with exit code {done.returncode}: {last}"
-    except subprocess.TimeoutExpired as e:
-        out = e.stdout.decode() if isinstance(e.stdout, bytes) else (e.stdout or "")
-        died = f"no answer within {timeout:g} s"
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"backend"')]
+    out, died = ask(command, env, timeout, each)
+    rows = [json.loads(line) for line in out if line.startswith('{"backend"')]
     seen = {r["op"] for r in rows}
     lost = [op for op in ops if op not in seen]
     if lost:
@@ -85,6 +82,42 @@ def _child(backend: str, lane: str, ops: Sequence[str], timeout: float) -> list[
             {"backend": backend, "lane": lane, "op": op, "ok": False, "saw": "not reached"} for op in lost[1:]
         ]
     return rows
+
+
+def ask(
+    command: Sequence[str], env: dict[str, str], timeout: float, each: bool = False
+) -> tuple[list[str], str]:
+    """(the lines that a child printed, how it died or nothing). Past its time it goes, with all that it started.
+
+    Args:
+        timeout: seconds for the child; with `each`, for each line that it prints.
+    """
+    # To files: what a child left running would keep a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+        code, died, printed, end = None, "", 0, time.monotonic() + timeout
+        try:
+            while code is None and not died:
+                with suppress(subprocess.TimeoutExpired):
+                    code = child.wait(0.1)
+                size = os.fstat(out.fileno()).st_size
+                if each and size > printed:
+                    printed, end = size, time.monotonic() + timeout
+                if code is None and time.monotonic() > end:
+                    died = f"no answer within {timeout:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if code:
+        last = (texts[1].strip().splitlines() or ["no message"])[-1]
+        died = f"the child died with exit code {code}: {last}"
+    whole, _, _ = texts[0].rpartition("\n")
+    return whole.splitlines(), died
 
 
 def _show(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
@@ -124,12 +157,14 @@ def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None)
     target = RegistryTarget.of(backend, lane)
     for op in ops:
         spec = current().spec(op)
-        row = {"backend": backend, "lane": lane, "op": op, "ok": True, "saw": "right"}
+        row: dict[str, Any] = {"backend": backend, "lane": lane, "op": op, "ok": True, "saw": "right"}
+        begin = time.perf_counter()
         try:
             execute(spec, spec.make(**spec.samples[0].params), target, how=DISPATCHED)
         except Exception as e:
-            saw = str(e) if isinstance(e, Failure) else f"{type(e).__name__}: {e}"
-            row.update(ok=False, saw=saw.splitlines()[0])
+            saw = (str(e) if isinstance(e, Failure) else f"{type(e).__name__}: {e}").splitlines()
+            row.update(ok=False, saw=saw[0], detail=saw[1:20])
+        row["seconds"] = round(time.perf_counter() - begin, 3)
         print(json.dumps(row), file=out, flush=True)
 
 

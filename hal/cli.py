@@ -131,10 +131,26 @@ def doctor(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each backend's child process.")] = 120.0,
     as_json: AsJson = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="All that one needs to know of this machine, into FILE; nothing private."
+        ),
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Argument(help="With --report: its JSON, and a text beside it. [hal-report.json]")
+    ] = None,
 ) -> None:
-    """Runs every op, small, on every ready backend, each in a child process, and says what it saw."""
-    from hal import _doctor
+    """Runs every op, small, on every ready backend, each in a child process, and says what it saw.
 
+    With --report also versions, devices, streams, copies and times; each thing looked at has --timeout seconds.
+    """
+    from hal import _doctor, _report
+
+    if file is not None and not report:
+        raise ArgumentError("doctor", "FILE", "--report before it", str(file))
+    if report:
+        raise typer.Exit(_report.main(file or Path("hal-report.json"), op, backend, timeout))
     raise typer.Exit(_doctor.main(op, backend, timeout, as_json))
 
 
