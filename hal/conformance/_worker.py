@@ -107,7 +107,8 @@ class Worker:
 
     @property
     def lane(self) -> str:
-        return self.job.lane
+        """As the report names it."""
+        return str(self.about.get("lane", self.job.lane))
 
     @property
     def device(self) -> str:
