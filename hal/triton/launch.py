@@ -226,7 +226,7 @@ class Launch:
                 here = a.get_device()
                 if here < 0 or (device is not None and here != device):
                     where = f"a tensor on {kind}:{device}, like the others"
-                    want = f"a {kind.upper()} tensor" if device is None else where
+                    want = f"a{'n' * (kind == 'npu')} {kind.upper()} tensor" if device is None else where
                     raise ArgumentError(self.kernel.name, p.name, want, f"one on {a.device}")
                 device = here
             elif a is not None and a.__class__ not in (bool, int, float):

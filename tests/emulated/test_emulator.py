@@ -122,7 +122,7 @@ def test_a_kernel_is_late_and_its_fault_is_whoevers_that_waits() -> None:
     assert lib.npu_put(0, 0) > lib.npu_done(0, 0)
     assert b.cpu().eq(1).all()
     _copy((1,), a[:32], b, 64, BLOCK=64)
-    with pytest.raises(RuntimeError, match="_copy, program .*: read of 256 bytes .* past the end of src"):
+    with pytest.raises(RuntimeError, match=r"_copy, program .*: read of 256 bytes .* past the end of src"):
         npu.synchronize()
 
 
