@@ -44,27 +44,18 @@ def test_doctor_names_the_lane() -> None:
     assert not any(r["lane"] == "device" for r in rows)
 
 
-PROOFS = {
-    "defaults": 1,
-    "sequence": 1,
-    "threads": 1,
-    "later": 1,
-    "misaligned": 1,
-    "placement": 9,
-    "value": 2,
-    "empty": 1,
-}
+PROOFS = {"value": 1, "misaligned": 1, "defaults": 1, "threads": 1, "later": 1, "empty": 1, "placement": 9}
 """How many cases of each."""
 
 
 def some(op: str) -> list[Case]:
-    cases = case_list({op: get_spec(op)})
-    return [c for proof, count in PROOFS.items() for c in [c for c in cases if c.proof == proof][-count:]]
+    cases = [c for c in case_list({op: get_spec(op)}) if c.tag == "required"]
+    return [c for proof, count in PROOFS.items() for c in [c for c in cases if c.proof == proof][:count]]
 
 
 def test_the_suite_judges_every_op_on_the_second_device() -> None:
     cases = [case for op in BUILTIN for case in some(op)]
-    with find(job_for("ascend", "device", "npu:1")) as worker:
+    with find(job_for("ascend", "device", "npu:1", silence=1800)) as worker:
         assert (worker.lane, worker.about["device"]) == ("emulated", "Ascend910B3, emulated (npu:1)")
         results = run(worker, cases).results
     wrong = {i: r.reason for i, r in results.items() if r.outcome not in (PASSED, NOT_APPLICABLE)}
@@ -78,7 +69,7 @@ def test_the_suite_judges_every_op_on_the_second_device() -> None:
 def test_a_report_says_emulated_and_never_certifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main("ascend", ["alloc_decode"], "device", tmp_path, quiet=True) == 0
+    assert main("ascend", ["alloc_decode"], "device", tmp_path, timeout=1800, quiet=True) == 0
     path = tmp_path / "report.json"
     report = read(path)
     assert (report["lane"], report["verdict"]["certified"], report["verdict"]["failed"]) == (
