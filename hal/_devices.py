@@ -17,7 +17,7 @@ def lane_on(lane: str, device: torch.device) -> str:
     """The lane as reports name it: a run on an emulated device is no run on one."""
     if lane != "device" or device.type == "cpu":
         return lane
-    return EMULATED if getattr(torch.get_device_module(device), EMULATED, False) else lane
+    return EMULATED if getattr(getattr(torch, device.type, None), EMULATED, False) else lane
 
 
 def parse_device(op: str, argument: str, device: str | torch.device) -> torch.device:
