@@ -9,6 +9,17 @@ from hal._errors import ArgumentError
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu"}
 
 
+EMULATED = "emulated"
+"""What a report calls the lane ``device`` where the device's module says that there is none behind it."""
+
+
+def lane_on(lane: str, device: torch.device) -> str:
+    """The lane as reports name it: a run on an emulated device is no run on one."""
+    if lane != "device" or device.type == "cpu":
+        return lane
+    return EMULATED if getattr(getattr(torch, device.type, None), EMULATED, False) else lane
+
+
 def parse_device(op: str, argument: str, device: str | torch.device) -> torch.device:
     """A device of torch's, from its name.
 

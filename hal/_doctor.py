@@ -150,11 +150,13 @@ def _installed(distribution: str) -> bool:
 
 def _run(backend: str, lane: str, ops: Sequence[str], out: TextIO | None = None) -> None:
     """In the child: each op on a small input, called by its public name and judged by the contract's own truth."""
+    from hal._devices import lane_on
     from hal._remote.target import RegistryTarget
     from hal.conformance.execute import DISPATCHED, Failure, execute
     from hal.registry import current
 
     target = RegistryTarget.of(backend, lane)
+    lane = lane_on(lane, target.device)
     for op in ops:
         spec = current().spec(op)
         row: dict[str, Any] = {"backend": backend, "lane": lane, "op": op, "ok": True, "saw": "right"}

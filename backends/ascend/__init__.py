@@ -18,6 +18,7 @@ def hal_backend() -> Backend:
             "lowered": (_TRITON, "ascendnpu-ir>=1.2", "llvmlite>=0.43"),
         },
         probe={"device": f"{__name__}._probe:device", "lowered": f"{__name__}._probe:lowered"},
+        status=f"{__name__}._probe:status",
         limits={
             "fp8": "triton-ascend 3.2.0 has no fp8 tensors",
             "head_dim": "a head must fit one tile of the unified buffer: at most 2048 elements",

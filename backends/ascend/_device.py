@@ -7,8 +7,11 @@ everywhere.
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 VECTOR_CORES = 40
 """Of an Ascend910B3. A launch has at most as many programs; each goes on to the next piece of work."""
@@ -27,6 +30,18 @@ def vector_cores(device: torch.device) -> int:
 
     index = device.index if device.index is not None else torch.npu.current_device()
     return int(driver.active.utils.get_device_properties(index)["num_vectorcore"])
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """`device` as the current one: streams and batches of copies are that one's, whosever the tensors are."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def slots_on(slots: Tensor, device: torch.device) -> Tensor:
+    """`slots` on `device`, in order with its stream. From pageable memory torch_npu would wait for the stream."""
+    if slots.device == device:
+        return slots
+    return slots.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def cdiv(a: int, b: int) -> int:

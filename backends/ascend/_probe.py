@@ -49,6 +49,16 @@ def device() -> str | None:
     return None
 
 
+def status() -> dict[str, str]:
+    """The NPUs by their names, for `hal info`; nothing where there is none."""
+    if device() is not None:
+        return {}
+    import torch
+
+    npu = torch.get_device_module("npu")
+    return {f"npu:{i}": str(npu.get_device_name(i)) for i in range(npu.device_count())}
+
+
 def triton_owner() -> str | None:
     """None, or why the folder of the package `triton` is not triton-ascend's.
 

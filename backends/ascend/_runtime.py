@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from hal.backends.ascend._device import slots_on
 from hal.kv import plan as kvplan
 from hal.kv.pool import KVPool
 
@@ -50,8 +51,7 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
         chosen = (index >= first) & (index < first + step)
         local = (index[chosen] - first) * unit + theirs[chosen] % unit
         buffer = _staging(host, some.numel() * unit, len(layers), device.device)
-        here = local.to(device.device, non_blocking=True)
-        there = ours[chosen].to(device.device, non_blocking=True)
+        here, there = (slots_on(slots, device.device) for slots in (local, ours[chosen]))
         if out:
             move(src, buffer, there, here, layers, inside)
         if out:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend import _runtime
-from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, current, pow2, slots_on, vector_cores
 from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
 from hal.triton import launch
@@ -73,17 +73,11 @@ def kv_transfer(
     if not todo or src_slots.shape[0] == 0 or not src.num_slots or not dst.num_slots:
         return
     if src.device != dst.device or method == "direct":
-        _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
+        with current(dst.device if src.device.type == "cpu" else src.device):
+            _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
     else:
         there = src.device
-        move(
-            src,
-            dst,
-            src_slots.to(there, non_blocking=True),
-            dst_slots.to(there, non_blocking=True),
-            todo,
-            todo,
-        )
+        move(src, dst, slots_on(src_slots, there), slots_on(dst_slots, there), todo, todo)
 
 
 def move(

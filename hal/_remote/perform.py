@@ -272,10 +272,8 @@ def _one(hands: Hands, placed: Placed, ret: Any) -> Answer:
 
 def settle(device: torch.device) -> None:
     """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "npu":
-        torch.get_device_module(device).synchronize()
+    if device.type in ("cuda", "npu"):
+        torch.get_device_module(device).synchronize(device)
 
 
 def census(device: torch.device) -> tuple[int, ...]:
@@ -289,7 +287,9 @@ def census(device: torch.device) -> tuple[int, ...]:
         files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         with open("/proc/self/maps", "rb") as f:
             mappings = sum(1 for _ in f)
-    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    used = 0
+    if device.type in ("cuda", "npu"):
+        used = torch.get_device_module(device).memory_allocated(device)
     return tensors, sys.getallocatedblocks(), resident, space, files, threads, mappings, used
 
 

@@ -83,6 +83,7 @@ def end_with_parent() -> None:
 
 def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """(what there is to know of the backend, the hands that call it; None where it can't be had)."""
+    from hal._devices import lane_on
     from hal._errors import HalError
     from hal._remote.memory import Memory
     from hal._remote.perform import Hands
@@ -113,6 +114,7 @@ def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     manifest = entry.manifest if entry else None
     about = {
         "device": _device_name(target.device), "type": target.device.type, "limits": target.limits,
+        "lane": lane_on(lane, target.device),
         "takes": target.takes,
         "lanes": {name: list(types) for name, types in manifest.lanes.items()} if manifest else None,
         "ops": ops, "own_ops": list(table.found.specs), "states": states,
@@ -151,6 +153,6 @@ def _waivers(where: str) -> Any:
 def _device_name(device: Any) -> str:
     import torch
 
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} ({device})"
+    if device.type in ("cuda", "npu"):
+        return f"{torch.get_device_module(device).get_device_name(device)} ({device})"
     return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"

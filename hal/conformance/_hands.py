@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hal._devices import lane_on
 from hal._remote.perform import Hands
 from hal._remote.target import Target
 from hal._remote.wire import Task
@@ -63,7 +64,8 @@ class Local:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.backend, self.lane, self.limits = target.backend, target.lane, target.limits
+        self.backend, self.limits = target.backend, target.limits
+        self.lane = lane_on(target.lane, target.device)
         self.takes = target.takes
         self.device = target.device.type
         if Local._arena is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hal import _env, _progress
+from hal._devices import EMULATED
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
 from hal.conformance import _report, _waivers, _writers
@@ -203,7 +204,9 @@ def judge_backend(
     with find(
         job_for(backend, lane, device, imports, tuple(ops or ()) or None, silence, fixed=certify, seed=seed)
     ) as worker:
-        about = worker.about
+        about, lane = worker.about, worker.lane
+        if certify and lane == EMULATED:
+            raise Fatal(f"{about['device']}: an emulated device is never certified; leave out --certify")
         names = _ops_of(worker, ops)
         mine = [op for op in names if op in BUILTIN]
         own = [op for op in names if op not in BUILTIN]

@@ -10,6 +10,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+from hal._devices import EMULATED
 from hal.conformance import _report, _waivers
 from hal.conformance._cases import DEVICE_PROOFS, case_list
 from hal.conformance._result import NOT_APPLICABLE, OUTCOMES, PASSED, SIMULATED, Case
@@ -147,6 +148,10 @@ def _place(report: Mapping[str, Any]) -> list[str]:
     if lanes is None:
         return []
     lane, device = report["lane"], report["device_type"]
+    if lane == EMULATED:
+        if report["certify"]:
+            return ["an emulated device, which is never certified"]
+        lane = "device"
     if lane not in lanes:
         return [f"lane {lane}, which {report['backend']} has not; it has {', '.join(lanes)}"]
     if device not in lanes[lane]:

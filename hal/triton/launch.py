@@ -183,8 +183,10 @@ class Launch:
         lowered.run(self.kernel.jit, grid, args, self.constexprs, self.options)
 
     def _launch_ascend(self, grid: Grid, *args: Any) -> None:
-        """triton-ascend's own launch, on the current NPU stream."""
-        self.kernel.jit[grid](*args, **self.static)
+        """triton-ascend's own launch, on the current stream of the tensors' device."""
+        # It starts on the current device, whosever memory it is given.
+        with torch.get_device_module("npu").device(self._device(args, "npu")):
+            self.kernel.jit[grid](*args, **self.static)
 
     def _launch(self, grid: Grid, *args: Any) -> None:
         """Triton's own launch: of kinds of arguments that are new, with hooks or instrumentation set, and where there
@@ -212,7 +214,7 @@ class Launch:
                 if form is not None:
                     self.native.add(args, *form)
 
-    def _device(self, args: Sequence[Any]) -> int:
+    def _device(self, args: Sequence[Any], kind: str = "cuda") -> int:
         """The device of the tensors; an error where an argument is not one that kernels take."""
         if len(args) != len(self.args):
             raise TypeError(
@@ -223,16 +225,15 @@ class Launch:
             if hasattr(a, "data_ptr"):
                 here = a.get_device()
                 if here < 0 or (device is not None and here != device):
-                    want = (
-                        "a CUDA tensor" if device is None else f"a tensor on cuda:{device}, like the others"
-                    )
+                    where = f"a tensor on {kind}:{device}, like the others"
+                    want = f"a{'n' * (kind == 'npu')} {kind.upper()} tensor" if device is None else where
                     raise ArgumentError(self.kernel.name, p.name, want, f"one on {a.device}")
                 device = here
             elif a is not None and a.__class__ not in (bool, int, float):
                 raise TypeError(
                     f"hal: parameter {p.name}: a tensor, int, float, bool or None; got {type(a).__name__}"
                 )
-        return torch.cuda.current_device() if device is None else device
+        return torch.get_device_module(kind).current_device() if device is None else device
 
 
 class _Param:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hal._devices import EMULATED
 from hal._remote.perform import short_trace
 from hal._remote.target import Target
 from hal.conformance._arena import POISONS
@@ -165,12 +166,13 @@ def refusal(case: Case, target: Caller, why: str) -> tuple[str, str]:
 def snippet(run: Run) -> str:
     """A program that runs the failing example again."""
     t = run.caller
+    lane = t.lane.replace(EMULATED, "device")
     head = "".join(f"import {module}\n" for module in run.imports)
     if run.case.proof in ("value", "ragged", "fresh", "sequence", "large") and run.failing is not None:
         params = "".join(f", {k}={v!r}" for k, v in run.failing.items())
-        call = f"replay({run.op!r}, backend={t.backend!r}, lane={t.lane!r}{params})"
+        call = f"replay({run.op!r}, backend={t.backend!r}, lane={lane!r}{params})"
         return f"{head}from hal.conformance import replay\n{call}\n"
     return (
         f"{head}from hal.conformance import replay_case\n"
-        f"replay_case({run.case.id!r}, backend={t.backend!r}, lane={t.lane!r})\n"
+        f"replay_case({run.case.id!r}, backend={t.backend!r}, lane={lane!r})\n"
     )

@@ -1,0 +1,172 @@
+"""``torch.npu``, as far as hal and the tests use it: names and parameters as the published wheel has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_npu._runtime import drain, lib
+
+DEVICES = 2
+emulated = True
+"""What tells hal's reports that there is no device."""
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_init() -> None:
+    pass
+
+
+def device_count() -> int:
+    return DEVICES
+
+
+def current_device() -> int:
+    return int(lib.npu_device())
+
+
+def set_device(device: Any) -> None:
+    lib.npu_set_device(_index(device))
+
+
+def get_device_name(device_name: Any = None) -> str:
+    return "Ascend910B3, emulated"
+
+
+def get_device_properties(device_name: Any = None) -> Any:
+    raise NotImplementedError("not emulated")
+
+
+def memory_allocated(device: Any = None) -> int:
+    return int(lib.npu_used(_index(device)))
+
+
+def synchronize(device: Any = None) -> None:
+    where = _index(device)
+    for stream in range(lib.npu_streams(where) + 1):
+        drain(where, stream, lib.npu_put(where, stream))
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return current_device()
+    found = device if isinstance(device, int) else torch.device(device).index
+    if found is None:
+        return current_device()
+    if not 0 <= found < DEVICES:
+        raise RuntimeError(f"npu: no device {found}")
+    return int(found)
+
+
+class device:
+    """The current device within a block."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = _index(device)
+
+    def __enter__(self) -> None:
+        self.before = current_device()
+        lib.npu_set_device(self.index)
+
+    def __exit__(self, *args: Any) -> None:
+        lib.npu_set_device(self.before)
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
+        self.device = torch.device("npu", _index(device))
+        self.stream_id = int(lib.npu_new_stream(self.device.index)) if stream_id is None else stream_id
+
+    @property
+    def npu_stream(self) -> int:
+        return self.stream_id
+
+    def synchronize(self) -> None:
+        drain(self.device.index, self.stream_id, lib.npu_put(self.device.index, self.stream_id))
+
+    def query(self) -> bool:
+        put = lib.npu_put(self.device.index, self.stream_id)
+        return bool(lib.npu_query(self.device.index, self.stream_id, put))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and (self.device, self.stream_id) == (other.device, other.stream_id)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.stream_id))
+
+
+class Event:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        self.at: tuple[int, int, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        where, which = stream.device.index, stream.stream_id
+        self.at = where, which, lib.npu_put(where, which)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        if self.at is not None:
+            lib.npu_wait(stream.device.index, stream.stream_id, *self.at)
+
+    def query(self) -> bool:
+        return self.at is None or bool(lib.npu_query(*self.at))
+
+    def synchronize(self) -> None:
+        if self.at is not None:
+            drain(*self.at)
+
+
+def current_stream(device: Any = None) -> Stream:
+    where = _index(device)
+    return Stream(where, stream_id=int(lib.npu_stream(where)))
+
+
+def default_stream(device: Any = None) -> Stream:
+    return Stream(device, stream_id=0)
+
+
+def set_stream(stream: Stream) -> None:
+    lib.npu_set_device(stream.device.index)
+    lib.npu_set_stream(stream.device.index, stream.stream_id)
+
+
+class stream:
+    """The current stream within a block."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = current_stream(), current_stream(self.stream.device)
+        set_stream(self.stream)
+
+    def __exit__(self, *args: Any) -> None:
+        current, there = self.before
+        set_stream(there)
+        set_stream(current)
