@@ -157,16 +157,8 @@ def rotate(
     k = q[:, :0] if key is None else key.view(n, -1, head_size)
     # By the table of backends: another one after `hal.reload`, which may choose otherwise.
     run = _bound(
-        live.current(),
-        q.device,
-        q.dtype,
-        q.shape[1],
-        k.shape[1],
-        head_size,
-        table.dtype,
-        table.shape[1],
-        is_neox,
-    )
+        live.current(), q.device, q.dtype, q.shape[1], k.shape[1], head_size, table.dtype, table.shape[1], is_neox
+    )  # fmt: skip
     run(q, k, None, table, positions, interleaved=not is_neox)
 
 
