@@ -184,9 +184,9 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         output_scale: Tensor | None = None,
         **others: Any,
     ) -> None:
-        workspace = attn_metadata.workspace
-        if output_scale is not None or workspace is None:
+        if output_scale is not None:
             raise NotImplementedError("hal's attention writes no quantized output")
+        workspace = attn_metadata.workspace
         out = output.view(-1, self.num_heads, self.widths.v)
         pool = self._cached(kv_c_and_k_pe_cache)
         for g in attn_metadata.groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ class MLAStep(Step):
     The names are those that vLLM's layer reads: for it the first are decodes, however many new tokens they have.
     """
 
-    num_decode_tokens: int = 0
-    num_prefills: int = 0
-    groups: list[Group] = field(default_factory=list)
-    workspace: Workspace | None = None
+    num_decode_tokens: int
+    num_prefills: int
+    groups: list[Group]
+    workspace: Workspace
     prefill: None = None
     decode: str = "over the latent rows"
 
@@ -88,7 +88,7 @@ class MLAStepBuilder(StepBuilder):
             self.room, impl.head_size * dtype.itemsize, dtype=torch.uint8, device=device
         ).view(dtype)
         places = torch.arange(self.room, dtype=self.kv_indices.dtype, device=device)
-        self.workspace = Workspace(zeros, hal.KVPool(zeros.unsqueeze(0)), places) if self.room else None
+        self.workspace = Workspace(zeros, hal.KVPool(zeros.unsqueeze(0)), places)
 
     def build(
         self,
@@ -115,8 +115,8 @@ class MLAStepBuilder(StepBuilder):
                     found = self._groups(m, starts, lengths, range(first, n))
         return MLAStep(
             m.num_actual_tokens, first, min(decodes, first), m.query_start_loc[: first + 1], kv_indptr[: first + 1],
-            self.kv_indices, m.max_query_len, m.max_seq_len, m.slot_mapping, num_decode_tokens=tokens,
-            num_prefills=m.num_reqs - first, groups=found, workspace=self.workspace,
+            self.kv_indices, m.max_query_len, m.max_seq_len, m.slot_mapping, tokens, m.num_reqs - first, found,
+            self.workspace,
         )  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAStep:
