@@ -94,6 +94,15 @@ def scale(
 
 
 @app.command()
+def attention(
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option(help="Few rounds and cases: no numbers to quote.")] = False,
+) -> None:
+    """Decode and prompts on a CPU beside vLLM's own kernels, in vLLM's environment; threads: OMP_NUM_THREADS."""
+    _leave("hal.bench.cpu_vllm", "main", as_json, quick)
+
+
+@app.command()
 def engine(
     name: Annotated[str, typer.Argument(help="The engine: vllm.")],
     shape: Annotated[

@@ -30,7 +30,8 @@ TIGHT = {
     "max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20,
 }  # fmt: skip
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
-ACME = (*sorted(ATTENTION), "kv_write", "rope_kv_write", "mla_kv_write")
+LATENT = {"mla_kv_write", "kv_transfer"}
+ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write")
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 199) -> list[list[int]]:
@@ -42,6 +43,17 @@ def shared_prefix() -> list[list[list[int]]]:
     """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
     (prefix,) = prompts((96,), seed=5)
     return [[prefix], [prefix + p for p in prompts(seed=6)]]
+
+
+def mla(**settings: Any) -> dict[str, Any]:
+    """A prompt's prefix, then prompts with it and without: in chunks of 64 tokens, which of `deepseek-v2-mla`'s widths
+    are worth unfolding after 32 cached tokens, and no more after 96."""
+    (prefix,) = prompts((40,), seed=5)
+    return {
+        "model": str(vllm_models.tiny_model("deepseek-v2-mla")),
+        "rounds": [[prefix], [*(prefix + p for p in prompts((150, 7), seed=6)), *prompts((60, 3, 90, 1), seed=7)]],
+        "llm": {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "block_size": 32, **settings},
+    }  # fmt: skip
 
 
 @functools.cache
@@ -60,6 +72,8 @@ def jobs() -> dict[str, dict[str, Any]]:
             shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]}
             for shape in vllm_models.SHAPES
         },
+        "deepseek-v2-mla": mla(),
+        "mla-fp8-cache": mla(kv_cache_dtype="fp8"),
         "sampled": {"model": llama, "rounds": [prompts()], "sampling": {"temperature": 0.8, "top_k": 20}},
         "chunked": {"model": llama, "rounds": [prompts()], "llm": TIGHT},
         "prefix": {"model": llama, "rounds": shared_prefix(), "llm": TIGHT},
@@ -86,11 +100,11 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": ({}, [*COMPARED, "flag"]),
     "cpu": (
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"},
-        [*COMPARED, *SHAPES[1:], "odd-blocks", "float16", "fp8-cache"],
+        [*COMPARED, *SHAPES[1:], "odd-blocks", "float16", "fp8-cache", "mla-fp8-cache"],
     ),
     "reference": (
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "reference"},
-        [*COMPARED, *SHAPES[1:], "fp8-cache"],
+        [*COMPARED, *SHAPES[1:], "fp8-cache", "mla-fp8-cache"],
     ),
     "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled"]),
     "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "alibi"]),
@@ -192,10 +206,21 @@ def test_float16() -> None:
     assert sum(near) >= 6, near
 
 
-def test_fp8_cache() -> None:
+@pytest.mark.parametrize(("job", "other"), [("fp8-cache", "llama-gqa"), ("mla-fp8-cache", "deepseek-v2-mla")])
+def test_fp8_cache(job: str, other: str) -> None:
     """Two backends that round k and v alike, and not as a float32 cache does."""
-    assert tokens("cpu", "fp8-cache") == tokens("reference", "fp8-cache")
-    assert tokens("cpu", "fp8-cache") != tokens("cpu", "llama-gqa")
+    assert tokens("cpu", job) == tokens("reference", job)
+    assert tokens("cpu", job) != tokens("cpu", other)
+
+
+@pytest.mark.parametrize("worker", ["cpu", "reference"])
+@pytest.mark.parametrize("job", ["deepseek-v2-mla", "mla-fp8-cache"])
+def test_latent_attention_took_both_ways(worker: str, job: str) -> None:
+    """What is unfolded is gathered first, by one call each; others of `extend_attention` are over the latent rows."""
+    found = result(worker, job)
+    assert found["rounds"][1]["cached"][:2] == [32, 32]
+    unfolded, extended = (sum(found["trace"][op].values()) for op in ("kv_transfer", "extend_attention"))
+    assert 0 < unfolded < extended
 
 
 # --- who ran ----------------------------------------------------------------------------------------
@@ -206,7 +231,7 @@ def test_hal_ran_and_stock_did_not(worker: str) -> None:
     for job in WORKERS[worker][1]:
         found = result(worker, job)
         latent = "mla" in job
-        write = {"mla_kv_write"} if latent else {"kv_write"}
+        write = LATENT if latent else {"kv_write"}
         assert ran(found) == {op: {worker} for op in ATTENTION | write | {"rope_kv_write"}}, job
         assert found["classes"]["attention"] == ["HalMLAImpl" if latent else "HalAttentionImpl"], job
         assert all(name.startswith("Hal") for name in found["classes"]["rotary"]), job

@@ -19,7 +19,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models
+from engines import vllm_models, vllm_worker
 
 import hal
 
@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(vllm_models.smollm2()),
         "--served-model-name", "smollm2", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8",
-        "--enforce-eager", "--block-size", "32",
+        "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(vllm_worker.KV_BYTES),
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     log = folder / "log.txt"

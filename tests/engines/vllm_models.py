@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import hal
 from hal import _env
 
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 
@@ -49,7 +51,9 @@ STOCK = [s for s in SHAPES if "mla" not in s]
 
 @functools.cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hal-vllm-tests-"))
+    path = tempfile.mkdtemp(prefix="hal-vllm-tests-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 @functools.cache

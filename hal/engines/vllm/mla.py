@@ -1,7 +1,8 @@
-"""vLLM's latent attention (MLA, as DeepSeek's) on hal: all of it over the latent rows, one shared head of the cache.
+"""vLLM's latent attention (MLA, as DeepSeek's) on hal: over the latent rows, or over keys and values of heads.
 
-vLLM's layer absorbs the projections of k and v into q and the output for what it calls decode tokens. Here every token
-is one: new and cached latents are read from the same rows, so prefill, its chunks and cached prefixes are one case.
+vLLM's layer folds the projections of k and v into q and the output for what it calls decode tokens. Here those are all
+whose request multiplies less so (`unfold`). Of the others, new and cached latents are read from the same rows of the
+cache, so a prompt, its chunks and a cached prefix are one case either way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import hal
 from hal import _host
 from hal.engines.vllm import limits
 from hal.engines.vllm.attention import FP8, SharedAnswers
-from hal.engines.vllm.step import Step
+from hal.engines.vllm.mla_step import MLAStep, MLAStepBuilder
+from hal.engines.vllm.unfold import Widths
 
 
 class HalMLABackend(SharedAnswers, MLACommonBackend):
@@ -30,8 +32,12 @@ class HalMLABackend(SharedAnswers, MLACommonBackend):
     def get_impl_cls() -> type[HalMLAImpl]:
         return HalMLAImpl
 
+    @staticmethod
+    def get_builder_cls() -> type[MLAStepBuilder]:
+        return MLAStepBuilder
 
-class HalMLAImpl(MLAAttentionImpl[Step]):
+
+class HalMLAImpl(MLAAttentionImpl[MLAStep]):
     """One layer's attention."""
 
     supports_pcp: bool = False
@@ -72,6 +78,8 @@ class HalMLAImpl(MLAAttentionImpl[Step]):
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.widths = Widths(kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+        self.kv_b_proj = kv_b_proj
         self.fp8 = FP8.get(kv_cache_dtype)
         self.options: dict[str, Any] = {
             "scale": self.scale,
@@ -79,6 +87,7 @@ class HalMLAImpl(MLAAttentionImpl[Step]):
             "logit_cap": float(logits_soft_cap or 0.0),
         }
         self.dtype = torch.get_default_dtype()
+        self._seen: Any = None
 
     def bind(self, spec: Any, device: torch.device) -> None:
         """Chooses who runs this layer's ops, by examples of its calls.
@@ -110,12 +119,30 @@ class HalMLAImpl(MLAAttentionImpl[Step]):
                 "mla_kv_write": write,
             },
         )
+        kv = torch.zeros(2, self.num_heads, self.widths.nope + self.widths.v, dtype=self.dtype, device=device)
+        k, v = self._heads(kv, write["k_rope"].expand(2, -1))
+        pool = _pool(rows)
+        self.unfolded = hal.bind(
+            device,
+            like={
+                "extend_attention": {
+                    "q": k, "k_cache": k, "v_cache": v, "qo_indptr": index, "kv_indptr": index, "kv_indices": index,
+                    "out": v.contiguous(), **self.options,
+                },
+                "kv_transfer": {"src": pool, "dst": pool, "src_slots": index, "dst_slots": index},
+            },
+        )  # fmt: skip
+
+    def _heads(self, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of heads: of the projection of latents ``[n, heads, nope + v]``, and ``[n, rope]``."""
+        k_nope, v = kv.split_with_sizes([self.widths.nope, self.widths.v], dim=-1)
+        return torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, kv.shape[1], -1)), dim=-1), v
 
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
         kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: Step,
+        attn_metadata: MLAStep,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(q, tuple):
@@ -145,7 +172,44 @@ class HalMLAImpl(MLAAttentionImpl[Step]):
     def _rows(self, kv_cache: Tensor) -> Tensor:
         return kv_cache if self.fp8 in (None, kv_cache.dtype) else kv_cache.view(self.fp8)
 
-    def forward_mha(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError(
-            "hal's steps have no tokens of the kind that vLLM prefills with heads of their own"
-        )
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLAStep,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if output_scale is not None:
+            raise NotImplementedError("hal's attention writes no quantized output")
+        workspace = attn_metadata.workspace
+        out = output.view(-1, self.num_heads, self.widths.v)
+        pool = self._cached(kv_c_and_k_pe_cache)
+        for g in attn_metadata.groups:
+            places = workspace.places[: g.rows]
+            self.unfolded.kv_transfer(pool, workspace.pool, g.slots, places)
+            rows = workspace.rows[: g.rows]
+            if self.fp8 is not None:
+                rows = (rows.to(q.dtype) * k_scale).to(q.dtype)
+            latents, k_rope = rows.split_with_sizes([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            k, v = self._heads(self.kv_b_proj(latents)[0].view(g.rows, self.num_heads, -1), k_rope)
+            mine = slice(g.begin, g.end)
+            lists = g.qo_indptr, g.kv_indptr, places
+            self.unfolded.extend_attention(q[mine], k, v, *lists, out[mine], **self.options)
+
+    def _cached(self, kv_cache: Tensor) -> hal.KVPool:
+        """vLLM's cache as a pool, made once for as long as it stays."""
+        rows = self._rows(kv_cache)
+        seen = rows.data_ptr(), rows.shape, rows.stride()
+        if self._seen != seen:
+            self._seen, self._pool = seen, _pool(rows)
+        return self._pool
+
+
+def _pool(rows: Tensor) -> hal.KVPool:
+    """Rows ``[blocks, block_size, width]`` of one layer."""
+    return hal.KVPool(rows.unsqueeze(1), layout="page_first_direct", page_size=rows.shape[1])

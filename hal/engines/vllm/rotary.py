@@ -17,12 +17,16 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope_interleaved import MRotaryEmbeddingInterleaved
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import hal
 from hal.engines import EngineError
 from hal.engines._mrope import axes_of, rows_of_tokens
 from hal.engines.vllm import limits
+from hal.registry._table import live
 
 BY_AXES: tuple[type, ...] = MRotaryEmbedding, MRotaryEmbeddingInterleaved
 LIBRARY = torch.library.Library("hal_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -83,6 +87,29 @@ class HalMRotary(HalRotary):
         return rows_of_tokens(table, positions, self.axes)
 
 
+LONG = "Phi3LongRoPEScaledRotaryEmbedding"
+"""vLLM's class with two tables, one after the other in one buffer: it makes this one itself, by no plugin's leave."""
+
+
+class HalPhi3LongRoPEScaledRotaryEmbedding(HalRotary, Phi3LongRoPEScaledRotaryEmbedding):
+    """LongRoPE (arXiv:2402.13753) as vLLM has it: the model's longest context chooses the table, once.
+
+    So `cos_sin_cache` is that table alone, a view, and positions count from its beginning.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        both, short = self.long_short_cos_sin_cache, self.original_max_position_embeddings
+        self.register_buffer(
+            "cos_sin_cache", both[short:] if self.use_long_rope else both[:short], persistent=False
+        )
+        self.is_neox_style = True
+
+    def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
+        self.cos_sin_cache = self.cos_sin_cache.to(query.device, query.dtype)
+        return self.cos_sin_cache
+
+
 def classes() -> dict[str, type]:
     """hal's class by the name of the vLLM class that it takes the place of: all that rotate as `RotaryEmbedding` does.
 
@@ -92,6 +119,10 @@ def classes() -> dict[str, type]:
     if not isinstance(getattr(vllm_rotary, "_ROPE_DICT", None), dict):
         raise EngineError(
             "hal: vllm can't run on hal: vllm.…rotary_embedding._ROPE_DICT is not the table it was"
+        )
+    if not issubclass(getattr(vllm_rotary, LONG, object), Phi3LongRoPEScaledRotaryEmbedding):
+        raise EngineError(
+            f"hal: vllm can't run on hal: vllm.…rotary_embedding.{LONG} is not the class it was"
         )
     known: list[type] = [RotaryEmbedding, *_below(RotaryEmbedding)]
     same: list[type] = list(filter(_plain, known))
@@ -134,6 +165,7 @@ def register(found: dict[str, type]) -> None:
     """Makes vLLM build these; what `classes` returned."""
     for name, cls in found.items():
         CustomOp.register_oot(name=name)(cls)
+    setattr(vllm_rotary, LONG, HalPhi3LongRoPEScaledRotaryEmbedding)
 
 
 def check_instances() -> None:
@@ -161,14 +193,17 @@ def rotate(
     n = query.shape[0]
     q = query.view(n, -1, head_size)
     k = q[:, :0] if key is None else key.view(n, -1, head_size)
-    run = _bound(q.device, q.dtype, q.shape[1], k.shape[1], head_size, table.dtype, table.shape[1], is_neox)
+    # By the table of backends: another one after `hal.reload`, which may choose otherwise.
+    run = _bound(
+        live.current(), q.device, q.dtype, q.shape[1], k.shape[1], head_size, table.dtype, table.shape[1], is_neox
+    )  # fmt: skip
     run(q, k, None, table, positions, interleaved=not is_neox)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _bound(
-    device: torch.device, dtype: torch.dtype, q_heads: int, k_heads: int, head_size: int, table: torch.dtype,
-    rotary_dim: int, is_neox: bool,
+    backends: object, device: torch.device, dtype: torch.dtype, q_heads: int, k_heads: int, head_size: int,
+    table: torch.dtype, rotary_dim: int, is_neox: bool,
 ) -> Any:  # fmt: skip
     q = torch.zeros(1, q_heads, head_size, dtype=dtype, device=device)
     k = torch.zeros(1, k_heads, head_size, dtype=dtype, device=device)

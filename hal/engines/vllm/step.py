@@ -27,7 +27,6 @@ class Step(AttentionMetadata):
     """One step of a group of layers that share a block table.
 
     The first `decodes` requests have one new token each. `kv_indptr` and `kv_indices` are as in hal's attention ops.
-    What vLLM's own MLA layer reads is here too: for it every token is one of a decode, over the latent rows.
     """
 
     num_actual_tokens: int
@@ -39,23 +38,12 @@ class Step(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     slot_mapping: Tensor
-    num_prefills: int = 0
-    prefill: None = None
-    decode: str = "all tokens"
 
     def __post_init__(self) -> None:
         # Cut once, not in every layer. The lists say where a request's rows are in all of q: no part of it is cut out.
         n = self.decodes
         self.lists_of_decodes = self.kv_indptr[: n + 1], self.kv_indices
         self.lists_of_others = self.qo_indptr[n:], self.kv_indptr[n:], self.kv_indices
-
-    @property
-    def num_decodes(self) -> int:
-        return self.num_reqs
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return self.num_actual_tokens
 
     def attend(
         self,
@@ -138,6 +126,15 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         fast_build: bool = False,
     ) -> Step:
         m = common_attn_metadata
+        decodes, kv_indptr = self.lists(m)
+        n = m.num_reqs
+        return Step(
+            m.num_actual_tokens, n, decodes, m.query_start_loc[: n + 1], kv_indptr, self.kv_indices,
+            m.max_query_len, m.max_seq_len, m.slot_mapping,
+        )  # fmt: skip
+
+    def lists(self, m: CommonAttentionMetadata) -> tuple[int, Tensor]:
+        """(requests with one new token each, `kv_indptr`); lists all slots of all requests in `kv_indices`."""
         if m.causal is not True:
             raise limits.refusal(["attention that is not causal"])
         decodes, *_ = split_decodes_and_prefills(m, decode_threshold=1)
@@ -153,7 +150,4 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             self.kv_indices,
             keep_last=keep,
         )
-        return Step(
-            m.num_actual_tokens, n, decodes, m.query_start_loc[: n + 1], kv_indptr, self.kv_indices,
-            m.max_query_len, m.max_seq_len, m.slot_mapping,
-        )  # fmt: skip
+        return decodes, kv_indptr
