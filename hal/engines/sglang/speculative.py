@@ -69,7 +69,9 @@ def assign_draft_cache_locs_contiguous_func(
     mrope: Tensor | None = None,
 ) -> None:
     """The slots of each request's drafts, ``[bs * num_cols]``."""
-    assert topk == 1 and positions is None and mrope is None
+    assert topk == 1
+    assert positions is None
+    assert mrope is None
     hal.assign_extend_cache_locs(req_to_token, req_pool_indices, seq_lens, seq_lens + num_cols, out_cache_loc)
 
 
