@@ -80,7 +80,7 @@ def fill_front_out_cache_loc_func(
 ) -> None:
     """The first `num_front[i]` slots of each request's window of `out_cache_loc`, packed; the rest stays."""
     window = out_cache_loc.view(num_front.shape[0], -1)
-    front = window[torch.arange(window.shape[1], device=window.device) < num_front[:, None]]
+    front = window[_count(window.shape[1], window) < num_front[:, None]]
     front_out_cache_loc[: front.shape[0]] = front
 
 
@@ -90,6 +90,10 @@ def fill_accept_out_cache_loc_func(
     """The slots that `accept_index` names where it is not -1, packed; the rest stays."""
     accepted = out_cache_loc[accept_index[accept_index >= 0].long()]
     accept_out_cache_loc[: accepted.shape[0]] = accepted
+
+
+def _count(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.int64, device=like.device)
 
 
 # --- the chain ----------------------------------------------------------------------------------------
@@ -115,10 +119,10 @@ def _link(
 ) -> None:
     """A chain of n tokens a request, in the form of SGLang's trees; `mask` has rows of n columns."""
     bs = seq_lens.shape[0]
-    step = torch.arange(n, device=seq_lens.device)
+    step = _count(n, seq_lens)
     mask.view(bs, n, n).copy_(step[:, None] >= step)
     positions.view(bs, n).copy_(seq_lens[:, None] + step)
-    index.copy_(torch.arange(bs * n, device=seq_lens.device).view(bs, n))
+    index.copy_(_count(bs * n, seq_lens).view(bs, n))
     following.copy_(torch.where(step + 1 < n, step + 1, -1).expand(bs, n))
     sibling.fill_(-1)
 
@@ -170,10 +174,10 @@ def _accept(
     """Writes what was found: `correct` [bs, n - 1] drafts that fit, `tokens` [bs, n] what follows each token."""
     bs, n = tokens.shape
     taken = correct.int().cumprod(dim=1).sum(dim=1)
-    step = torch.arange(n, device=tokens.device)
+    step = _count(n, tokens)
     kept = step <= taken[:, None]
     predicts.view(bs, n).copy_(torch.where(kept, tokens, 0))
-    accept_index.copy_(torch.where(kept, torch.arange(bs * n, device=tokens.device).view(bs, n), -1))
+    accept_index.copy_(torch.where(kept, _count(bs * n, tokens).view(bs, n), -1))
     accept_token_num.copy_(taken)
 
 
@@ -233,7 +237,7 @@ def tree_speculative_sampling_target_only(
     p = target_probs[:, :-1].gather(2, drafts).squeeze(2)
     correct = (uniform_samples[:, :-1] < p / threshold_acc) | (p >= threshold_single)
     taken = correct.int().cumprod(dim=1).sum(dim=1)
-    rows = torch.arange(bs, device=candidates.device)
+    rows = _count(bs, candidates)
     left = target_probs[rows, taken].double()
     refused = taken < n - 1
     left[rows[refused], candidates[rows, (taken + 1).clamp(max=n - 1)][refused]] = 0.0
@@ -248,9 +252,7 @@ def tree_speculative_sampling_target_only(
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
     """Probabilities ``[n, vocabulary]`` of each row's `top_ks` likeliest tokens alone, again summing to 1."""
-    return _renorm(
-        probs, lambda ordered: torch.arange(ordered.shape[1], device=probs.device) < top_ks[:, None]
-    )
+    return _renorm(probs, lambda ordered: _count(ordered.shape[1], probs) < top_ks[:, None])
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
