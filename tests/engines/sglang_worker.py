@@ -35,6 +35,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         outs = engine.generate(input_ids=prompts, sampling_params=sampling)
         rounds.append({
             "tokens": [o["output_ids"] for o in outs], "cached": [o["meta_info"]["cached_tokens"] for o in outs],
+            "verified": [o["meta_info"].get("spec_verify_ct", 0) for o in outs],
         })  # fmt: skip
     info = engine.get_server_info()
     # SGLang kills its processes, and HAL_TRACE's file is written once a second: by one call more.
@@ -83,6 +84,9 @@ def main(jobs: str, to: str) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    # Each engine imports every model there is.
+    import sglang.srt.models.registry  # noqa: F401
+
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = engine.mp.set_start_method = lambda *a, **k: None  # type: ignore[assignment]
     folder = Path(to)

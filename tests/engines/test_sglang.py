@@ -122,10 +122,6 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "speculative": (
-        {"speculative_algorithm": "NGRAM"},
-        "speculative decoding (--speculative-algorithm NGRAM)",
-    ),
     "context-parallel": ({"attn_cp_size": 2, "tp_size": 2}, "context parallelism (--attn-cp-size 2)"),
     "another-attention": (
         {"attention_backend": "triton"},

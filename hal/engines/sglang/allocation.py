@@ -57,7 +57,7 @@ def alloc_for_decode(batch: Any, token_per_req: int) -> Tensor:
     Raises:
         RuntimeError: SGLang's, there are not enough of them.
     """
-    assert token_per_req == 1, "speculative decoding is refused at start"
+    assert token_per_req == 1, "speculative decoding has an allocation of its own"
     batch.maybe_evict_swa()
     table, rows, lens = batch.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
     after, after_cpu = lens + 1, batch.seq_lens_cpu + 1

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
@@ -77,22 +79,35 @@ class HalAttention(AttentionBackend):
 
     # --- a step ---------------------------------------------------------------------------------------
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        seq_lens = forward_batch.seq_lens
+    def init_forward_metadata(self, forward_batch: Any, drafted: int = 0) -> None:
+        """`drafted`: how many tokens past ``seq_lens`` each request reads; verifying reads all of its drafts."""
+        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         bs = seq_lens.shape[0]
-        total = int(forward_batch.seq_lens_cpu.sum())
+        if mode.is_target_verify():
+            drafted = forward_batch.spec_info.draft_token_num
+        total = int(forward_batch.seq_lens_cpu.sum()) + bs * drafted
         if total > self.kv_indices.shape[0]:
             self.kv_indices = torch.empty(2 * total, dtype=self.index, device=self.device)
         kv_indptr = torch.empty(bs + 1, dtype=self.index, device=self.device)
         hal.build_kv_indices(
-            self.req_to_token, forward_batch.req_pool_indices, seq_lens, kv_indptr, self.kv_indices
-        )
+            self.req_to_token, forward_batch.req_pool_indices, seq_lens + drafted if drafted else seq_lens,
+            kv_indptr, self.kv_indices,
+        )  # fmt: skip
         qo_indptr = None
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        if mode.is_target_verify():
+            qo_indptr = torch.arange(bs + 1, dtype=self.index, device=self.device) * drafted
+        elif not mode.is_decode_or_idle():
             lens = forward_batch.extend_seq_lens
             qo_indptr = torch.zeros(bs + 1, dtype=lens.dtype, device=self.device)
             torch.cumsum(lens, 0, out=qo_indptr[1:])
         self.forward_metadata = Step(kv_indptr, self.kv_indices, qo_indptr)
+
+    @property
+    def verify_mask(self) -> VerifyMask:
+        """A chain is verified without a mask: none is kept, and the smallest kind is asked for."""
+        return VerifyMask(
+            torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False
+        )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         raise limits.refusal(["graphs (--disable-cuda-graph runs without)"])

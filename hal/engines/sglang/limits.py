@@ -10,7 +10,6 @@ import torch
 from hal.engines import ENGINES, EngineError
 
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("speculative_algorithm", (None,), "speculative decoding"),
     ("hicache_storage_backend", (None,), "storage behind HiCache"),
     ("enable_hisparse", (False,), "HiSparse"),
     ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
@@ -24,6 +23,23 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"), "the KV cache's dtype"),
 )
 """A field of SGLang's `ServerArgs`, the values that hal takes, and what another one asks for."""
+
+CHAINS = {"STANDALONE": "eagle_topk", "NGRAM": "ngram_max_bfs_breadth"}
+"""SGLang's algorithms of speculative decoding that hal takes, each with the field that must be 1: no trees."""
+
+SPECULATIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("enable_hierarchical_cache", (False,), "HiCache"),
+    ("enable_multi_layer_eagle", (False,), "EAGLE of several layers"),
+    ("speculative_adaptive", (False,), "adaptive speculation"),
+    ("speculative_use_rejection_sampling", (False,), "rejection sampling by the draft's probabilities"),
+    ("speculative_use_block_verification", (False,), "block verification"),
+    ("speculative_draft_attention_backend", (None, "hal"), "the draft's own attention"),
+    ("speculative_draft_window_size", (None,), "a window of the draft's own"),
+    ("speculative_ngram_match_type", ("BFS",), "n-grams by frequency"),
+    ("speculative_ngram_external_corpus_path", (None,), "n-grams from outside"),
+    ("speculative_ngram_external_sam_budget", (0,), "n-grams from outside"),
+)
+"""The same of settings beside speculative decoding."""
 
 
 def refusal(reasons: Sequence[str]) -> EngineError:
@@ -42,12 +58,24 @@ def check_machine() -> None:
 
 def of_settings(args: Any) -> list[str]:
     """Reasons against SGLang's settings, whatever the model."""
-    reasons = []
-    for field, taken, what in SETTINGS:
-        value = getattr(args, field)
-        if value not in taken:
-            reasons.append(f"{what} (--{field.replace('_', '-')} {value})")
-    return reasons
+    reasons = _unlike(SETTINGS, args)
+    algorithm = args.speculative_algorithm
+    if algorithm is None:
+        return reasons
+    asked = f"speculative decoding (--speculative-algorithm {algorithm})"
+    chain = CHAINS.get(algorithm.upper())
+    if chain is None:
+        return [*reasons, asked]
+    trees = ((f"speculative_{chain}", (1,), "trees of drafts: chains alone are verified"),)
+    return reasons + [f"{asked} with {why}" for why in _unlike((*trees, *SPECULATIVE), args)]
+
+
+def _unlike(settings: Sequence[tuple[str, tuple[Any, ...], str]], args: Any) -> list[str]:
+    return [
+        f"{what} (--{field.replace('_', '-')} {getattr(args, field)})"
+        for field, taken, what in settings
+        if getattr(args, field) not in taken
+    ]
 
 
 def of_model(model: torch.nn.Module) -> list[str]:

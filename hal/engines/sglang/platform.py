@@ -60,3 +60,6 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         from hal.engines.sglang.kernels import assign_extend_cache_locs_func
 
         return assign_extend_cache_locs_func
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in limits.CHAINS

@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from torch import Tensor
 
 import hal
+from hal import KVPool
 from hal.engines.sglang import limits
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,6 +28,12 @@ class HalMHAPool(MHATokenToKVPool):
         if reasons:
             raise limits.refusal(reasons)
         self.fp8 = self.dtype if self.dtype in FP8 else None
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        """SGLang's own moves are a Triton kernel, which speculation has compiled at start."""
+
+    def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        _move(KVPool(self.k_buffer, self.v_buffer), src_loc, tgt_loc)
 
     def set_kv_buffer(
         self,
@@ -56,6 +63,9 @@ class HalMLAPool(MLATokenToKVPool):
             raise limits.refusal(["sparse attention (DSA)"])
         self.fp8 = self.dtype if self.dtype in FP8 else None
 
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        _move(KVPool(self.kv_buffer), src_loc, tgt_loc)
+
     def set_kv_buffer(
         self,
         layer: Any,
@@ -80,3 +90,8 @@ class HalMLAPool(MLATokenToKVPool):
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         rows = self.kv_buffer[layer_id - self.start_layer].squeeze(1)
         hal.mla_kv_write(cache_k_nope, cache_k_rope, rows if self.fp8 is None else rows.view(self.fp8), loc)
+
+
+def _move(pool: KVPool, src: Tensor, dst: Tensor) -> None:
+    row = max(plane.row_bytes for plane in pool.planes())
+    hal.kv_move(pool, src, dst, torch.empty(src.shape[0] * row, dtype=torch.uint8, device=src.device))

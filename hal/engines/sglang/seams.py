@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import sys
 from typing import Any
 
 from hal._errors import HalError
@@ -19,6 +20,8 @@ KEY = "hal"
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
 HOST = "sglang.srt.mem_cache.pool_host"
+SPECULATIVE = "sglang.kernels.ops.speculative"
+DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
@@ -30,8 +33,27 @@ HOOKS: dict[str, str] = {
     f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
+    **{
+        f"{path}.{name}": f"speculative.{name}"
+        for path, name in (
+            (ALLOCATION, "assign_req_to_token_pool_func"),
+            (f"{SPECULATIVE}.cache_locs", "assign_draft_cache_locs_contiguous_func"),
+            (f"{SPECULATIVE}.cache_locs", "fill_front_out_cache_loc_func"),
+            (f"{SPECULATIVE}.eagle", "fill_accept_out_cache_loc_func"),
+            (f"{SPECULATIVE}.eagle", "fill_bonus_tokens_func"),
+            (f"{SPECULATIVE}.spec_tree", "build_tree_kernel_efficient_func"),
+            (f"{SPECULATIVE}.spec_tree", "verify_tree_greedy_func"),
+            ("sglang.srt.speculative.spec_utils", "select_top_k_tokens"),
+            (DRAFTS, "create_decode_backend"),
+            (DRAFTS, "create_draft_extend_backend"),
+        )
+    },
+    f"{SPECULATIVE}.ngram_corpus.get_ngram_corpus_cls": "ngram.get_ngram_corpus_cls",
 }
 """SGLang's function, and hal's in its place: the same parameters."""
+
+SAMPLING = ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
+"""Functions of verifying that are None in `speculative.eagle_utils` where there is no CUDA."""
 
 _failed: HalError | None = None
 _replaced: dict[str, Any] = {}
@@ -54,8 +76,9 @@ def _install() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative import eagle_utils
 
-    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary
+    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, speculative
 
     found = {target: pkgutil.resolve_name(target) for target in HOOKS}
     ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
@@ -75,6 +98,11 @@ def _install() -> None:
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
     kernels.register()
+    for name in SAMPLING:
+        if getattr(eagle_utils, name) is None:
+            setattr(eagle_utils, name, getattr(speculative, name))
+    # Its import ends without `sgl_kernel`; it has one function that anybody calls.
+    sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = speculative
     for target, function in ours.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     _replaced.update(found)
