@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import io
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from scale import link_peer
 from scale.link_peer import Remote, make, pool
 
 import hal
+from hal.bench import link as bench
 from hal.engines.nixl import Link, LinkError, LinkFull, agent, wait
 
 SLOTS = [9, 8, 3, 40, 41, 42, 43, 17, 60, 0, 1]
@@ -159,6 +162,12 @@ def back(a: Link, b: Link) -> Any:
     found = b.accept()
     wait(peer, found)
     return found
+
+
+def test_the_example() -> None:
+    test = doctest.DocTestParser().get_doctest(Link.__doc__ or "", {}, "Link", None, None)
+    out = io.StringIO()
+    assert not doctest.DocTestRunner().run(test, out=out.write).failed, out.getvalue()
 
 
 def test_two_processes(start: Any) -> None:
@@ -420,6 +429,13 @@ def test_slots_that_are_none_of_the_pools(start: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(hal.ArgumentError, match=expected):
             link.receive("r", torch.tensor(slots, dtype=torch.int64))
+
+
+def test_bench() -> None:
+    found = bench.measure(tokens=16, layers=2, rounds=1, device="cpu", layout="page_head")
+    assert found["bytes"] == 16 * 2 * 2 * 8 * 128 * 2
+    assert found["link GB/s"] > 0
+    assert found["plain GB/s"] > 0
 
 
 def test_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
