@@ -7,6 +7,7 @@ worker runs: a line of JSON each way on stdin and stdout. What engines say besid
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ def free_port() -> int:
 
 def _engine(pipe: Connection, make: Any, answer: Any, settings: dict[str, Any], env: dict[str, str]) -> None:
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with the worker: PR_SET_PDEATHSIG
     os.environ.update(env)
     import hal
 
@@ -69,10 +71,14 @@ def main(
             theirs.close()
             found = {"pid": child.pid}
         elif "hear" in asked:
-            found = pipes[name].recv()
+            try:
+                found = pipes[name].recv()
+            except EOFError:
+                found = {"error": "it has ended", "traceback": ""}
         else:
             pipes[name].send(asked)
         print(json.dumps(found), file=out, flush=True)
+    os._exit(0)  # waits for no engine
 
 
 # --- in the test --------------------------------------------------------------------------------------

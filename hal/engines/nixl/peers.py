@@ -217,7 +217,7 @@ class Peers:
             raise ValueError(f"want of {len(pages)} pages for {m['tokens']} tokens")
         peer.refused.pop(request, None)
         active = self.link.active("send", request, peer)
-        if active is None:
+        if active is None or active.staged is None:
             peer.wants[request] = m
         else:
             active.write(m)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from hal.engines import ENGINES, EngineError
+from hal.engines.sglang import apart
 
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_algorithm", (None,), "speculative decoding"),
     ("hicache_storage_backend", (None,), "storage behind HiCache"),
     ("enable_hisparse", (False,), "HiSparse"),
-    ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
     ("enable_pdmux", (False,), "PD multiplexing"),
     ("dllm_algorithm", (None,), "diffusion language models"),
     ("enable_page_major_kv_layout", (False,), "page-major caches"),
@@ -47,7 +47,7 @@ def of_settings(args: Any) -> list[str]:
         value = getattr(args, field)
         if value not in taken:
             reasons.append(f"{what} (--{field.replace('_', '-')} {value})")
-    return reasons
+    return reasons + apart.of_settings(args)
 
 
 def of_model(model: torch.nn.Module) -> list[str]:
