@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -144,3 +145,45 @@ class Remote:
         if self.process.is_alive():
             self.signal(signal.SIGKILL)
         self.process.join(60)
+
+
+# --- in the test --------------------------------------------------------------------------------------
+
+SLOTS = [9, 8, 3, 40, 41, 42, 43, 17, 60, 0, 1]
+TO = [50, 2, 3, 4, 33, 34, 35, 36, 62, 11, 12]
+
+
+def meet(a: Link, b: Link) -> Any:
+    """a's peer b, when they have met."""
+    peer = a.connect(b.address)
+    wait(peer, b.accept())
+    return peer
+
+
+def remote_of(link: Link, remote: Remote) -> Any:
+    """link's peer in the other process, which connects to it."""
+    remote.tell("connect", link.address)
+    peer = link.accept()
+    wait(peer)
+    remote.hear()
+    return peer
+
+
+def rows(of: hal.KVPool, slots: list[int]) -> torch.Tensor:
+    """``[layers, 2, n, H, D]``, whatever the layout."""
+    halves = [
+        [t.reshape(-1, *t.shape[-2:]) for t in of.layer(i) if t is not None] for i in range(of.num_layers)
+    ]
+    return torch.stack([torch.stack([t[slots] for t in pair]) for pair in halves])
+
+
+def until(link: Link, come: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not come():
+        link.poll()
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def untouched(link: Link) -> bool:
+    return not any(t.any() for t in link.pool.tensors)
