@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hal.engines import ENGINES, EngineError
+from hal.engines.sglang import apart
 
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hicache_storage_backend", (None,), "storage behind HiCache"),
     ("enable_hisparse", (False,), "HiSparse"),
-    ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
     ("enable_pdmux", (False,), "PD multiplexing"),
     ("dllm_algorithm", (None,), "diffusion language models"),
     ("enable_page_major_kv_layout", (False,), "page-major caches"),
@@ -29,6 +29,7 @@ CHAINS = {"STANDALONE": "eagle_topk", "NGRAM": "ngram_max_bfs_breadth"}
 
 SPECULATIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_hierarchical_cache", (False,), "HiCache"),
+    ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
     ("enable_multi_layer_eagle", (False,), "EAGLE of several layers"),
     ("speculative_adaptive", (False,), "adaptive speculation"),
     ("speculative_use_rejection_sampling", (False,), "rejection sampling by the draft's probabilities"),
@@ -58,7 +59,7 @@ def check_machine() -> None:
 
 def of_settings(args: Any) -> list[str]:
     """Reasons against SGLang's settings, whatever the model."""
-    reasons = _unlike(SETTINGS, args)
+    reasons = _unlike(SETTINGS, args) + apart.of_settings(args)
     algorithm = args.speculative_algorithm
     if algorithm is None:
         return reasons

@@ -34,6 +34,9 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         if reasons:
             raise limits.refusal(reasons)
         server_args.attention_backend = "hal"
+        if server_args.disaggregation_mode == "prefill":
+            # With it, what was cached is sent after an event of CUDA's.
+            server_args.disable_overlap_schedule = True
 
     def get_default_attention_backend(self) -> str:
         return "hal"

@@ -32,6 +32,7 @@ HOOKS: dict[str, str] = {
     f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
+    "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": "apart.normalize_kv_mem_kinds",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
     **{
         f"{path}.{name}": f"speculative.{name}"

@@ -1,0 +1,65 @@
+"""Lists of slots that know when they are stale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hal import KVPool, _host
+from hal._errors import ArgumentError
+from hal.engines.nixl.errors import LinkError
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """Slots, and how often the pages that hold them had been freed when the list was made.
+
+    Args:
+        slots: ``[n]`` int64, on the CPU.
+        stamps: ``[n]`` int64, on the CPU.
+    """
+
+    slots: Tensor
+    stamps: Tensor
+
+
+class Generations:
+    """How often each page of a pool has been freed."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.num_slots, self.page_size = pool.num_slots, pool.page_size
+        self.counts = _host.zeros(-(-pool.num_slots // pool.page_size), dtype=torch.int64)
+
+    def stamp(self, slots: Tensor | Stamped) -> Stamped:
+        """Raises:
+        ArgumentError: no slots, one that the pool has not, or one twice.
+        """
+        if isinstance(slots, Stamped):
+            return slots
+        if slots.device.type != "cpu" or slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+            got = f"{slots.dtype}{list(slots.shape)} on {slots.device}"
+            raise ArgumentError("Link", "slots", "[n] int32 or int64 on the CPU", got)
+        slots = slots.to(torch.int64)
+        if not len(slots) or int(slots.min()) < 0 or int(slots.max()) >= self.num_slots:
+            expected = f"one slot or more, each in [0, {self.num_slots})"
+            raise ArgumentError("Link", "slots", expected, str(slots.tolist()[:8]))
+        if len(set(slots.tolist())) != len(slots):
+            raise ArgumentError("Link", "slots", "each slot once", str(slots.tolist()[:8]))
+        return Stamped(slots.clone(), self.counts[slots // self.page_size])
+
+    def freed(self, slots: Tensor) -> None:
+        pages = sorted({s // self.page_size for s in slots.tolist() if s >= 0})
+        self.counts[_host.tensor(pages, dtype=torch.int64)] += 1
+
+    def check(self, stamped: Stamped, request: str) -> None:
+        """Raises:
+        LinkError: one of the slots has been freed since.
+        """
+        stale = stamped.slots[self.counts[stamped.slots // self.page_size] != stamped.stamps]
+        if len(stale):
+            raise LinkError(
+                f"hal: link: request {request}: a stale list of slots: {stale.tolist()[:8]} have been freed since "
+                "it was made, and may be another request's — make the list anew"
+            )

@@ -1,0 +1,111 @@
+"""What goes on the wire: whole pages in the layout ``page_head``, packed and unpacked by `kv_transfer`.
+
+A page there has all layers of a head side by side, so the heads that a peer has, or wants, are one range of bytes of
+each page, whatever the layouts, page sizes and head counts of the two pools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hal
+from hal import KVPool, SlotAllocator
+from hal._errors import HalError
+from hal.engines.nixl.errors import LinkFull
+
+
+class Wire:
+    """Staging memory beside `pool`, on its device.
+
+    Args:
+        pool: whose rows are staged.
+        page_size: tokens of a page on the wire.
+        tokens: capacity, rounded up to whole pages.
+    """
+
+    def __init__(self, pool: KVPool, page_size: int, tokens: int) -> None:
+        self.of = pool
+        self.num_pages = -(-tokens // page_size)
+        self.heads = pool.row_shape[0] if len(pool.row_shape) == 2 else 1
+
+        def make(row: tuple[int, ...]) -> Tensor:
+            shape = (self.num_pages, self.heads, page_size, pool.num_layers, row[-1] * pool.dtype.itemsize)
+            return torch.zeros(shape, dtype=torch.uint8, device=pool.device).view(pool.dtype)
+
+        v = None if pool.v_row_shape is None else make(pool.v_row_shape)
+        self.pool = KVPool(make(pool.row_shape), v, layout="page_head", page_size=page_size)
+        self.allocator = SlotAllocator(self.pool.num_slots, page_size)
+        self.memory = "DRAM" if pool.device.type == "cpu" else "VRAM"
+        self.device_id = pool.device.index or 0
+
+    def take(self, tokens: int, request: str) -> Tensor:
+        """Slots of staging memory for a request's tokens, of pages of its own.
+
+        Raises:
+            LinkFull: there are not as many.
+        """
+        try:
+            return self.allocator.alloc(tokens)
+        except HalError:
+            raise LinkFull(
+                f"hal: link: request {request}: the staging memory is full: {tokens} tokens asked for, "
+                f"{self.allocator.available} of {self.pool.num_slots} free — poll until others have ended, or make "
+                "the Link with more staging"
+            ) from None
+
+    def pages(self, staged: Tensor) -> list[int]:
+        return [int(s) // self.pool.page_size for s in staged[:: self.pool.page_size]]
+
+    def pack(self, slots: Tensor, staged: Tensor) -> None:
+        """From the pool to the staging memory; when it returns, the rows are there."""
+        hal.kv_transfer(self.of, self.pool, slots, staged)
+        self._settle()
+
+    def unpack(self, staged: Tensor, slots: Tensor) -> None:
+        hal.kv_transfer(self.pool, self.of, staged, slots)
+        self._settle()
+
+    def _settle(self) -> None:
+        # The link reads and writes outside the device's order of streams.
+        if self.of.device.type == "cuda":
+            torch.cuda.current_stream(self.of.device).synchronize()
+
+    def regions(self) -> list[tuple[int, int, int, str]]:
+        """Of k and v: address, bytes, device, and a name."""
+        return [(t.data_ptr(), t.numel() * t.element_size(), self.device_id, "") for t in self.pool.tensors]
+
+    def described(self) -> dict[str, Any]:
+        """What a peer must know to write here."""
+        return {
+            "bases": [p.bases[0] for p in self.pool.planes()], "pages": self.num_pages, "heads": self.heads,
+            "memory": self.memory, "device": self.device_id,
+        }  # fmt: skip
+
+    def descriptors(
+        self, pages: list[int], head: int, there: dict[str, Any], to: list[int], to_head: int, heads: int
+    ) -> tuple[Any, Any]:
+        """(what to read here, where to write there), ``[copies, 3]`` of (address, bytes, device): the fewest.
+
+        Args:
+            pages: staged here; `to`: as many of the peer's.
+            head: the first here; `to_head`: its place there; `heads`: how many.
+            there: the peer's `described`.
+        """
+        found: tuple[list[Any], list[Any]] = [], []
+        for plane, base in zip(self.pool.planes(), there["bases"], strict=True):
+            each = plane.chunk_stride
+            src = plane.bases[0] + np.array(pages, np.int64) * plane.page_stride + head * each
+            dst = base + np.array(to, np.int64) * (there["heads"] * each) + to_head * each
+            size = heads * each
+            begins = np.flatnonzero(np.r_[True, (np.diff(src) != size) | (np.diff(dst) != size)])
+            sizes = np.diff(np.r_[begins, len(src)]) * size
+            for rows, addresses, device in (
+                (found[0], src, self.device_id),
+                (found[1], dst, there["device"]),
+            ):
+                rows.append(np.stack([addresses[begins], sizes, np.full_like(sizes, device)], axis=1))
+        return np.concatenate(found[0]).astype(np.uint64), np.concatenate(found[1]).astype(np.uint64)
