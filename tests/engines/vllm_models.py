@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -44,7 +45,9 @@ STOCK = [s for s in SHAPES if "mla" not in s]
 
 @functools.cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hal-vllm-tests-"))
+    path = Path(tempfile.mkdtemp(prefix="hal-vllm-tests-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 @functools.cache
