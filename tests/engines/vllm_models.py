@@ -45,9 +45,9 @@ STOCK = [s for s in SHAPES if "mla" not in s]
 
 @functools.cache
 def folder() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="hal-vllm-tests-"))
+    path = tempfile.mkdtemp(prefix="hal-vllm-tests-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
+    return Path(path)
 
 
 @functools.cache
