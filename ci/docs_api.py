@@ -23,19 +23,34 @@ GROUPS = {
     "Pools, slots, pages": ("KVPool", "SlotAllocator", "num_new_pages"),
     "A backend without a package": ("register", "unregister"),
     "Errors": (
-        "HalError", "ArgumentError", "SelectionError", "NoBackendError", "BackendError", "FallbackWarning",
+        "HalError",
+        "ArgumentError",
+        "SelectionError",
+        "NoBackendError",
+        "BackendError",
+        "FallbackWarning",
     ),
-}  # fmt: skip
+}
 """Every public name but the ops, which have pages of their own."""
 OWN_OPS = {
     "hal.ops.spec": (
-        "OpSpec", "Proof", "Sample", "ErrorSample", "TensorArg", "PoolArg", "ScaleArg", "ValueArg", "Signature",
-        "TensorSig", "PoolSig", "describe",
+        "OpSpec",
+        "Proof",
+        "Sample",
+        "ErrorSample",
+        "TensorArg",
+        "PoolArg",
+        "ScaleArg",
+        "ValueArg",
+        "Signature",
+        "TensorSig",
+        "PoolSig",
+        "describe",
     ),
     "hal.ops.proofs.judge": ("Want", "Candidate"),
     "hal.ops.proofs.inputs": ("generator", "randint", "floats", "odd_indices", "row_view"),
     "hal.ops.proofs.fresh": ("Fresh", "Wide", "room_for", "table_fresh"),
-}  # fmt: skip
+}
 """What a plugin's author writes an op with."""
 BELOW = {"explain": (Explanation, Verdict)}
 """Classes that a function returns and the page tells of right after it."""

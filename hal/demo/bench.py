@@ -48,9 +48,13 @@ def bound(model: Llama) -> Any:
 
 
 def run(
-    model: Llama, theirs: Any, encoded: Sequence[list[int]], new: int, rounds: int,
+    model: Llama,
+    theirs: Any,
+    encoded: Sequence[list[int]],
+    new: int,
+    rounds: int,
     tell: Callable[[], None] = lambda: None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Measures one prompt alone, and all of them at once: `new` tokens of each, whatever they are.
 
     transformers gets one prompt as it is and several as a left-padded batch. Rounds are interleaved and the order

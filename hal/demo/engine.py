@@ -14,10 +14,19 @@ from hal.demo.graphs import DecodeGraphs, Record, padded, unsafe
 from hal.demo.model import Batch, Llama
 
 OPS = (
-    "get_last_loc", "alloc_extend", "alloc_decode", "write_req_to_token", "build_page_table", "compute_positions",
-    "assign_extend_cache_locs", "build_kv_indices", "rope_kv_write", "extend_attention", "decode_attention",
+    "get_last_loc",
+    "alloc_extend",
+    "alloc_decode",
+    "write_req_to_token",
+    "build_page_table",
+    "compute_positions",
+    "assign_extend_cache_locs",
+    "build_kv_indices",
+    "rope_kv_write",
+    "extend_attention",
+    "decode_attention",
     "kv_transfer",
-)  # fmt: skip
+)
 """What the engine calls."""
 
 

@@ -140,9 +140,14 @@ def benched(console: Console, rows: Sequence[Row]) -> None:
     for r in rows:
         ratios = sorted(t / o for o, t in zip(r.ours, r.theirs, strict=True))
         table.add_row(
-            str(r.prompts), str(r.tokens // r.prompts), f"{r.rate(r.ours):.1f}", f"{r.rate(r.theirs):.1f}",
-            f"{r.ratio:.2f} x", f"{ratios[0]:.2f} to {ratios[-1]:.2f}", f"{r.equal} of {r.prompts}",
-        )  # fmt: skip
+            str(r.prompts),
+            str(r.tokens // r.prompts),
+            f"{r.rate(r.ours):.1f}",
+            f"{r.rate(r.theirs):.1f}",
+            f"{r.ratio:.2f} x",
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            f"{r.equal} of {r.prompts}",
+        )
     console.print(table)
     console.print(
         f"Medians of {len(rows[0].ours)} interleaved rounds, prompts included; transformers' several prompts are one "

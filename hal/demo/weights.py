@@ -134,11 +134,20 @@ def _random(stage: Callable[[str], None], dtype: torch.dtype) -> Loaded:
     stage("shape")
     # The default range of 0.02 makes every token repeat itself whatever the cache holds: it would prove nothing.
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, eos_token_id=2, pad_token_id=2,
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        eos_token_id=2,
+        pad_token_id=2,
         initializer_range=0.05,
-    )  # fmt: skip
+    )
     stage("random weights")
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(dtype)

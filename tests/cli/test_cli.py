@@ -37,7 +37,7 @@ def test_as_a_module() -> None:
     def hal_(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hal", *args]
         return subprocess.run(
-            command, capture_output=True, text=True, env=env | more, cwd=ROOT, timeout=120, check=False
+            command, capture_output=True, text=True, env=env | more, cwd=ROOT, timeout=600, check=False
         )
 
     assert hal_("--version").stdout == f"hal {hal.__version__}\n"

@@ -117,7 +117,7 @@ def warm(ops, device, progress):
 
 def test_a_terminal_sees_what_is_warmed_up(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     # A bar is drawn ten times a second.
-    wait = "import time; time.sleep(0.15 if op == 'kv_write' else 0)"
+    wait = "import time; time.sleep(1 if op == 'kv_write' else 0)"
     plugins.add("acme", manifest("acme", warmup='"acme_kernels:warm"'), WARM.format(wait=wait))
     monkeypatch.setenv("HAL_PLUGINS", "acme")
     err = terminal(monkeypatch)

@@ -260,7 +260,7 @@ def test_a_worker_ends_with_its_runner(tmp_path: Path) -> None:
         pid = int(killed.stdout.readline())
         os.kill(pid, 0)
         killed.kill()
-    for _ in range(300):
+    for _ in range(3000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -39,7 +39,7 @@ def test_mypy_knows_every_signature(tmp_path: Path) -> None:
     file.write_text(SNIPPET)
     # From the root, with its settings: what `mypy` has just checked there is not checked again.
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=6000, check=False)
     told: dict[int, str] = {}
     for line in ran.stdout.splitlines():
         at = re.match(r".*?snippet\.py:(\d+): (.*)", line)
@@ -59,7 +59,7 @@ def test_the_installed_package_is_found_by_its_path(tmp_path: Path) -> None:
     """A type checker reads ``sys.path`` and runs no import hook: an editable install must not need one."""
     code = "from importlib.machinery import PathFinder as p; print(p.find_spec('hal').origin)"
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
     )
     assert ran.returncode == 0, f"hal is on no path: {ran.stderr}"
     found = Path(ran.stdout.strip()).parent

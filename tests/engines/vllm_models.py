@@ -93,7 +93,11 @@ def smollm2() -> Path:
     assert file is not None
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
     (made / "chats.json").write_text(json.dumps([loaded.encode(text) for text in CHATS]))
-    made.rename(path)
+    try:
+        made.rename(path)
+    except OSError:  # another process was quicker
+        shutil.rmtree(made)
+        assert (path / "config.json").exists()
     return path
 
 

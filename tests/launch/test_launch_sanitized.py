@@ -54,14 +54,16 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     helper = built(
         tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
     )
+    # What it covers is covered without the sanitizers, at a fraction of the time.
     env = {
-        **os.environ, "LAUNCH_HELPER": str(helper), "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
+        **{k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")},
+        "LAUNCH_HELPER": str(helper), "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_launch_native.py",
          "tests/launch/test_launch_learns.py"],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900,
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert " passed" in done.stdout

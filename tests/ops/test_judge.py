@@ -1,4 +1,4 @@
-"""The bound: what `hal.ops.proofs.judge` takes for right, and the values and slacks it computes."""
+"""Exact rounding, and headroom, in `hal.ops.proofs.judge`; what is taken for right is in conformance/test_bound.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch import Tensor
 
 from hal.ops.proofs.inputs import FLOAT_DTYPES
-from hal.ops.proofs.judge import Candidate, Want, headroom, right, right_any, rounded, same_bits
+from hal.ops.proofs.judge import Candidate, Want, headroom, rounded
 
 SMALL = [n for n in FLOAT_DTYPES if n != "fp32"]
 BITS = {1: (torch.uint8, torch.int8), 2: (torch.int16, torch.int16)}
@@ -72,53 +71,6 @@ def test_rounded_past_the_largest(name: str) -> None:
 def test_rounded_leaves_float64() -> None:
     x = torch.tensor([1 + 2.0**-50], dtype=torch.float64)
     assert rounded(x, torch.float64) is x
-
-
-def step(t: Tensor, by: int) -> Tensor:
-    """The `by`-th next number in `t`'s dtype, for positive numbers."""
-    bits = BITS[t.dtype.itemsize][0] if t.dtype.itemsize < 4 else torch.int32
-    return (t.view(bits) + by).to(bits).view(t.dtype)
-
-
-@pytest.mark.parametrize("name", list(FLOAT_DTYPES))
-def test_right_bites_at_one_ulp(name: str) -> None:
-    dtype = FLOAT_DTYPES[name]
-    truth = torch.tensor([1.0, 1.1, 1.9999, 0.30001, 3.0, 100.3], dtype=torch.float64)
-    best = rounded(truth, dtype)
-    exact = Candidate(truth, torch.zeros_like(truth))
-    assert right(best, exact).all()
-    for by in (-1, 1):
-        assert not right(step(best, by), exact).any()
-    # Slack of half an ulp lets one neighbour in where the truth lies between, and never the second.
-    between = (best.double() + step(best, 1).double()) / 2
-    loose = Candidate(between, (step(best, 1).double() - best.double()) / 8)
-    assert right(best, loose).all()
-    assert right(step(best, 1), loose).all()
-    for by in (-1, 2):
-        assert not right(step(best, by), loose).any()
-
-
-def test_right_on_what_is_no_number() -> None:
-    truth = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=torch.float64)
-    c = Candidate(truth, torch.tensor([torch.nan, torch.inf, torch.inf, 0.0], dtype=torch.float64))
-    assert right(torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]), c).all()
-    assert not right(torch.tensor([1.0, torch.nan, torch.inf, torch.nan]), c)[[0, 1, 3]].any()
-    assert not right(torch.tensor([1.0, 3e38, 0.0, 2.0]), c)[[0, 3]].any()
-
-
-def test_same_bits() -> None:
-    a = torch.tensor([0.0, torch.nan, 1.0])
-    assert same_bits(a, a.clone()).all()
-    assert same_bits(a, torch.tensor([-0.0, torch.nan, 1.0])).tolist() == [False, True, True]
-    with pytest.raises(TypeError, match="comparing"):
-        same_bits(a, a.double())
-
-
-def test_right_any_takes_one_candidate_and_ignores_the_unnamed() -> None:
-    one, two = torch.tensor([1, 1, 1]), torch.tensor([2, 2, 2])
-    want = Want(torch.tensor([True, True, False]), (Candidate(one), Candidate(two)))
-    assert right_any(torch.tensor([1, 2, 9]), want).all()
-    assert right_any(torch.tensor([3, 2, 9]), want).tolist() == [False, True, True]
 
 
 def test_headroom() -> None:

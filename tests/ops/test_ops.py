@@ -1,10 +1,10 @@
-"""The contracts: reference against oracle on every sample, refusals, stubs and docstrings."""
+"""The contracts: refusals on the cached path, checks of values, stubs and docstrings."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,16 @@ from torch import Tensor
 import hal
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
-from hal.ops.kv_transfer import stacked
-from hal.ops.proofs.judge import Want, right_any, same_bits
 from hal.ops.spec import (
     FLOATS,
-    ErrorSample,
     OpSpec,
     PoolArg,
-    Sample,
     TensorArg,
 )
 from hal.registry._dispatch import dispatcher
 
 pytestmark = pytest.mark.usefixtures("fresh")
 SPECS = [get_spec(name) for name in BUILTIN]
-SAMPLES = [(s, x) for s in SPECS for x in s.samples if not x.large]
-ERRORS = [(s, e) for s in SPECS for e in s.errors]
-
-
-def ids(pair: tuple[OpSpec, Any]) -> str:
-    return f"{pair[0].name}-{pair[1].name}"
 
 
 def storages(args: Mapping[str, Any]) -> list[Tensor]:
@@ -49,66 +39,6 @@ def storages(args: Mapping[str, Any]) -> list[Tensor]:
     return [torch.tensor([], dtype=torch.uint8).set_(t.untyped_storage()) for t in tensors]
 
 
-def results(
-    args: Mapping[str, Any], returned: Any, want: Mapping[str, Want]
-) -> Iterator[tuple[str, Tensor, Want]]:
-    for name, w in want.items():
-        if w.fields:
-            for half, inner in w.fields.items():
-                yield f"{name}.{half}", stacked(getattr(args[name], half)), inner
-        else:
-            yield name, returned if name == "return" else args[name], w
-
-
-@pytest.mark.parametrize("pair", SAMPLES, ids=ids)
-def test_reference_on_sample(pair: tuple[OpSpec, Sample]) -> None:
-    op, sample = pair
-    args = op.make(**sample.params)
-    want = op.oracle(args)
-    names = [n for n, _, _ in results(args, None, {k: w for k, w in want.items() if k != "return"})]
-    before = {
-        n: t.clone() for n, t, _ in results(args, None, {k: w for k, w in want.items() if k != "return"})
-    }
-    memory = [s.clone() for s in storages(args)]
-    owners = [t for n, t in flat(args) if n.split(".")[0] in op.mutated]
-    returned = getattr(hal, op.name)(**args, backend="reference")
-    changed = 0
-    for name, got, w in results(args, returned, want):
-        assert got.shape == w.named.shape, name
-        wrong = ~right_any(got, w)
-        assert not wrong.any(), (
-            f"{name}: {int(wrong.sum())} wrong, the first at {wrong.nonzero()[0].tolist()}"
-        )
-        if name in before:
-            touched = ~same_bits(got, before[name])
-            assert not (touched & ~w.named).any(), f"{name}: touched where the contract names nothing"
-            changed += int(touched.sum())
-    assert set(names) == set(before)
-    if "return" in want:
-        assert returned is args["out"] if want["return"] is want.get("out") else isinstance(returned, Tensor)
-    else:
-        assert returned is None
-    for (name, value), old, new in zip(flat(args), memory, storages(args), strict=True):
-        if not shared(value, owners):
-            assert torch.equal(old, new), f"{name} was written to"
-    if sample.control:
-        assert not changed, "a sample with a control is one that changes nothing"
-
-
-def flat(args: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in args.items():
-        if isinstance(value, KVPool):
-            for x, half in (("k", value.k), ("v", value.v)):
-                for t in half if isinstance(half, tuple) else [half] if half is not None else []:
-                    yield f"{name}.{x}", t
-        elif isinstance(value, Tensor):
-            yield name, value
-
-
-def shared(t: Tensor, others: list[Tensor]) -> bool:
-    return any(t.untyped_storage().data_ptr() == o.untyped_storage().data_ptr() for o in others)
-
-
 @pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)
 def test_controls_change_something(op: OpSpec) -> None:
     for sample in op.samples:
@@ -117,25 +47,6 @@ def test_controls_change_something(op: OpSpec) -> None:
             named = op.oracle(op.make(**control.params)).values()
             halves = [x for w in named for x in (w.fields.values() if w.fields else [w])]
             assert any(bool(w.named.any()) for w in halves), control.name
-
-
-@pytest.mark.parametrize("way", ["dispatched", "bound"])
-@pytest.mark.parametrize("pair", ERRORS, ids=ids)
-def test_refusal(pair: tuple[OpSpec, ErrorSample], way: str) -> None:
-    op, error = pair
-    args = error.make()
-    if way == "bound":
-        call = getattr(hal.bind("cpu", backend="reference", checks="args"), op.name)
-    else:
-        hal.configure(backend="reference")
-        call = getattr(hal, op.name)
-    before = [s.clone() for s in storages(args)]
-    with pytest.raises(hal.ArgumentError) as caught:
-        call(**args)
-    assert (caught.value.op, caught.value.argument) == (op.name, error.argument)
-    assert caught.value.expected
-    assert caught.value.got
-    assert all(map(torch.equal, before, storages(args)))
 
 
 @pytest.mark.parametrize("way", ["dispatched", "bound"])
@@ -150,7 +61,9 @@ def test_refused_after_a_good_call_of_the_same_kind(op: OpSpec, way: str) -> Non
         for _ in range(2):  # what was refused is not known the next time
             with pytest.raises(hal.ArgumentError) as caught:
                 call(**error.make())
-            assert caught.value.argument == error.argument
+            assert (caught.value.op, caught.value.argument) == (op.name, error.argument)
+            assert caught.value.expected
+            assert caught.value.got
 
 
 @pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)

@@ -58,7 +58,7 @@ def test_a_pool_in_a_child_process(listed: bool) -> None:
     p.planes()
     child = torch.multiprocessing.get_context("spawn").Process(target=_child, args=(p,))
     child.start()
-    child.join(120)
+    child.join(600)
     assert child.exitcode == 0
     assert bool((p.layer(0)[0][5] != 0).all())
     moves(p)  # sending it has moved its tensors to shared memory

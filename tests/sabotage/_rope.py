@@ -70,18 +70,9 @@ def _swap(a: dict[str, Any]) -> None:
 simple("k_and_v_swapped", r"they are what v_cache should hold", _swap)
 
 
-def _other_style(a: dict[str, Any]) -> None:
-    a["interleaved"] = not a["interleaved"]
-
-
-simple("wrong_rotation_style", r"q\[.*times the allowed error", _other_style)
-
-
-def _always_neox(a: dict[str, Any]) -> None:
-    a["interleaved"] = False
-
-
-simple("interleaved_rotated_as_neox", r"q\[.*times the allowed error", _always_neox)
+WRONG = r"q\[.*times the allowed error"
+simple("wrong_rotation_style", WRONG, lambda a: a.update(interleaved=not a["interleaved"]))
+simple("interleaved_rotated_as_neox", WRONG, lambda a: a.update(interleaved=False))
 
 
 def _whole_head(a: dict[str, Any]) -> None:
@@ -115,18 +106,8 @@ def _inverse(a: dict[str, Any]) -> None:
 simple("scale_multiplied_instead_of_divided", r"k_cache\[.*times the allowed error", _inverse)
 
 
-def _no_scale(a: dict[str, Any]) -> None:
-    a["k_scale"] = a["v_scale"] = None
-
-
-simple("scale_ignored", r"k_cache\[.*times the allowed error", _no_scale)
-
-
-def _v_scale_is_k_scale(a: dict[str, Any]) -> None:
-    a["v_scale"] = a["k_scale"]
-
-
-simple("v_scaled_by_the_scale_of_k", r"v_cache\[", _v_scale_is_k_scale)
+simple("scale_ignored", r"k_cache\[.*times the allowed error", lambda a: a.update(k_scale=None, v_scale=None))
+simple("v_scaled_by_the_scale_of_k", r"v_cache\[", lambda a: a.update(v_scale=a["k_scale"]))
 
 
 def _overflow(a: dict[str, Any], kept: Any) -> None:
@@ -204,43 +185,32 @@ def fp8_from_the_rounded_k(good: Any) -> Any:
     return run
 
 
-@fault(ROPE, r"k_cache\[.*(never written|expected)|died", "large", dies=True)
-def cache_offset_in_32_bits(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        cache = a["k_cache"]
-        if cache is None:
-            return good(**a)
-        offset = a["slots"].long() * cache.stride(0)
-        # Where the product does not fit 31 bits, a kernel would write far below the cache.
-        return good(**{**a, "slots": torch.where(offset < 2**31, a["slots"], -1)})
-
-    return run
+def _fits(a: dict[str, Any]) -> torch.Tensor:
+    # Where the product does not fit 31 bits, a kernel would write far below the cache.
+    return torch.where(a["slots"].long() * a["k_cache"].stride(0) < 2**31, a["slots"], -1)
 
 
-@fault(ROPE, r"k_cache(\[|: \d+ bytes written into the gaps)")
-def cache_strides_ignored(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        for name in ("k_cache", "v_cache"):
-            if a[name] is not None:
-                a[name] = a[name].as_strided(a[name].shape, torch.empty(a[name].shape).stride())
-        good(**a)
-
-    return run
+UNWRITTEN = r"k_cache\[.*(never written|expected)|died"
+simple("cache_offset_in_32_bits", UNWRITTEN, put("slots", _fits), None, "large", dies=True)
 
 
-@fault(ROPE, r"q\[|q: \d+ bytes written", "value", "misaligned")
-def misaligned_view_misread(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        q = a["q"]
-        off = q.data_ptr() % 16 // q.dtype.itemsize
-        if off:
-            a["q"] = q.as_strided(q.shape, q.stride(), q.storage_offset() - off)
-        good(**a)
+def _dense(a: dict[str, Any]) -> None:
+    for name in ("k_cache", "v_cache"):
+        if a[name] is not None:
+            a[name] = a[name].as_strided(a[name].shape, torch.empty(a[name].shape).stride())
 
-    return run
+
+simple("cache_strides_ignored", r"k_cache(\[|: \d+ bytes written into the gaps)", _dense)
+
+
+def _aligned(a: dict[str, Any]) -> None:
+    q = a["q"]
+    off = q.data_ptr() % 16 // q.dtype.itemsize
+    if off:
+        a["q"] = q.as_strided(q.shape, q.stride(), q.storage_offset() - off)
+
+
+simple("misaligned_view_misread", r"q\[|q: \d+ bytes written", _aligned, None, "value", "misaligned")
 
 
 def _last_row(a: dict[str, Any]) -> None:
@@ -286,15 +256,12 @@ def padding_rows_are_worked_on_twice(good: Any) -> Any:
     return run
 
 
-@fault(ROPE, r"q\[.*never written")
-def padding_rows_are_not_rotated(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        if a["slots"] is not None:
-            a["positions"] = torch.where(a["slots"] == -1, -1, a["positions"])
-        good(**a)
+def _positions_of_slots(a: dict[str, Any]) -> None:
+    if a["slots"] is not None:
+        a["positions"] = torch.where(a["slots"] == -1, -1, a["positions"])
 
-    return run
+
+simple("padding_rows_are_not_rotated", r"q\[.*never written", _positions_of_slots)
 
 
 def _mutate_v(a: dict[str, Any], kept: Any) -> None:
@@ -313,11 +280,9 @@ def _sort_slots(a: dict[str, Any], kept: Any) -> None:
 simple("sorts_the_slots_in_place", r"slots\[.*changed", lambda a: None, _sort_slots)
 
 
-def _write_k(a: dict[str, Any]) -> None:
-    a["write_k"] = True
-
-
-simple("write_k_ignored", r"k\[.*changed, though the contract does not name it", _write_k)
+simple(
+    "write_k_ignored", r"k\[.*changed, though the contract does not name it", lambda a: a.update(write_k=True)
+)
 
 
 @fault(ROPE, r"nondeterministic, though declared deterministic", "determinism")
@@ -353,16 +318,13 @@ def _drop_nan(a: dict[str, Any], kept: Any) -> None:
 simple("nan_dropped_by_fast_math", r"q\[.*expected nan, got 0", lambda a: None, _drop_nan)
 
 
-@fault(ROPE, r"q\[.*never written", "value", "sequence")
-def only_one_block_of_tokens(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        for name in ("q", "k", "v", "positions", "slots"):
-            if a[name] is not None:
-                a[name] = a[name][:256]
-        good(**a)
+def _first_block(a: dict[str, Any]) -> None:
+    for name in ("q", "k", "v", "positions", "slots"):
+        if a[name] is not None:
+            a[name] = a[name][:256]
 
-    return run
+
+simple("only_one_block_of_tokens", r"q\[.*never written", _first_block, None, "value", "sequence")
 
 
 @fault(ROPE, r"q\[.*never written", "sequence", "value")

@@ -89,12 +89,12 @@ def together(code: str, folder: Path, names: str) -> list[str]:
     try:
         for p in processes:
             assert p.stdout is not None
-            assert p.stdout.readline() == "ready\n", p.communicate(timeout=60)[1][-4000:]
+            assert p.stdout.readline() == "ready\n", p.communicate(timeout=600)[1][-4000:]
         for p in processes:
             assert p.stdin is not None
             p.stdin.write("\n")
             p.stdin.flush()
-        said = [p.communicate(timeout=300) for p in processes]
+        said = [p.communicate(timeout=600) for p in processes]
     finally:
         for p in processes:
             p.kill()

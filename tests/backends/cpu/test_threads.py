@@ -110,10 +110,15 @@ ITEMS, SIZE = 1000, pool.GRAIN
 assert ITEMS * SIZE > pool.WAKE
 
 
-def _counts(counter, grain, items, seen, threads, expected):  # type: ignore[no-untyped-def]
+PATIENT, BRIEF = 1 << 33, 1 << 26
+"""Looks at how many have come: half a minute, for on a busy machine a thread may get no core for long; a tenth of a
+second."""
+
+
+def _counts(counter, grain, items, seen, threads, expected, looks):  # type: ignore[no-untyped-def]
     """Each item counts itself; a thread that arrives waits, but not for ever, until so many have."""
     take(threads, 1)
-    left = 1 << 27
+    left = looks
     while left and peek(threads) < expected:
         left -= 1
     begin = take(counter, grain) if grain else 0
@@ -140,22 +145,22 @@ def _turns(counter, grain, items, out):  # type: ignore[no-untyped-def]
         begin = take(counter, grain) if grain else items
 
 
-counts = Kernel(_counts, "i64 int int i64 i64 int", shared=True)
+counts = Kernel(_counts, "i64 int int i64 i64 int int", shared=True)
 second_fails = Kernel(_second_fails, "i64 int int i64", shared=True)
 turns = Kernel(_turns, "i64 int int i64", shared=True)
 
 
-def _count(expected: int, size: int = SIZE) -> tuple[set[int], int]:
+def _count(expected: int, size: int = SIZE, looks: int = PATIENT) -> tuple[set[int], int]:
     """How often items were done, and how many threads came."""
     seen, threads = array("q", bytes(8 * ITEMS)), array("q", [0])
-    pool.run(counts, (), ITEMS, size, (seen.buffer_info()[0], threads.buffer_info()[0], expected))
+    pool.run(counts, (), ITEMS, size, (seen.buffer_info()[0], threads.buffer_info()[0], expected, looks))
     return set(seen), threads[0]
 
 
 def _sleeping() -> pool._Pool:
     """The pool, with a helper that sleeps."""
     _count(2)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while pool._pool.awake:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -203,19 +208,28 @@ def test_a_helper_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 @either
 def test_a_helper_needs_no_gil() -> None:
     """It wakes, works and finishes while another thread holds the GIL, and the caller works."""
-    if not pool.openmp:
-        _sleeping()
-    about_to = threading.Event()
 
-    def hold() -> None:
-        about_to.set()
-        ctypes.PyDLL(None).usleep(2_000_000)  # a call that keeps the GIL; far longer than a kernel here waits
+    def came() -> int:
+        if not pool.openmp:
+            _sleeping()
+        about_to = threading.Event()
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    about_to.wait()
-    assert _count(expected=2) == ({1}, 2)
-    holder.join()
+        def hold() -> None:
+            about_to.set()
+            ctypes.PyDLL(None).usleep(
+                1_000_000
+            )  # a call that keeps the GIL; far longer than the kernel waits
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        about_to.wait()
+        done, threads = _count(expected=2, looks=BRIEF)
+        holder.join()
+        assert done == {1}
+        return threads
+
+    # On a busy machine it may get no core in time; one that needed the GIL would never come in time.
+    assert any(came() == 2 for _ in range(10))
 
 
 @either
@@ -327,6 +341,6 @@ for _ in range(20):
 """
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600
         )
         assert (done.returncode, done.stderr) == (0, "")

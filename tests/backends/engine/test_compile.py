@@ -1,4 +1,4 @@
-"""The Triton kernels of the ops beyond the core, compiled for every generation of GPU; nothing may spill."""
+"""The Triton kernels of the ops beyond the core, compiled: nothing may spill. `ci/test all`: every kind of GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from engine.cases import OPS
 
 pytest.importorskip("triton")
 
+ARCHES = (80, 90, 100) if os.environ.get("CI_ALL") else (90,)
+
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(
     ("op", "only"),
     [
@@ -115,7 +117,7 @@ with inspect._pool(2) as pool:
         parent.wait()
         parent.stdout.close()
     assert len(pids) == 2
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     try:
         while any(map(_alive, pids)) and time.monotonic() < end:
             time.sleep(0.1)
