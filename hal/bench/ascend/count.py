@@ -17,7 +17,8 @@ from typing import Any
 from hal._errors import HalError
 from hal.bench.ascend.ir import COPIES, KINDS, UNITS
 from hal.bench.ascend.translate import program
-from hal.lowered import Lowered, lower, runtime_args, toolchain
+from hal.lowered import Lowered, lower, toolchain
+from hal.lowered.lower import runtime_args
 
 _ROOM = 16
 

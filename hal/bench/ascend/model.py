@@ -147,8 +147,8 @@ def show(found: Sequence[Row], as_json: bool, out: TextIO) -> None:
             f"{machine.hertz / 1e9:.2f} GHz, {machine.bandwidth / 1e12:.1f} TB/s, {machine.flops / 1e12:.0f} TFLOPS",
             file=out,
         )
-    for line in ASSUMPTIONS:
-        print(f"  assumed: {line}", file=out)
+    for assumption in ASSUMPTIONS:
+        print(f"  assumed: {assumption}", file=out)
     print(
         "  floor: the bytes that must move at the full bandwidth, or the arithmetic at the full rate",
         file=out,
