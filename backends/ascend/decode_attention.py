@@ -14,10 +14,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._attention import over, rows
-from hal.backends.ascend._device import cdiv, pow2, vector_cores
+from hal.backends.ascend._attention import over, over_tiles, tiling
+from hal.backends.ascend._device import cdiv
 from hal.backends.ascend.rope_kv_write import cache_refusal
-from hal.kv.view import count_slots, page_size, strides
+from hal.kv.view import count_slots, strides
 from hal.triton import launch
 
 INTS = (
@@ -33,12 +33,13 @@ def _decode_attention(
     q, k_cache, v_cache, indptr, indices, out, lse, scale, cap,
     bs, nnz, num_slots, page, window, q_token, q_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     o_token, o_head, l_token,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    B_K: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr, LSE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr,
+    RUNS: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (GROUP + TILE - 1) // TILE
     row = tl.arange(0, TILE)[:, None]
-    wide_k = tl.arange(0, B_K)[None, :]
+    wide_a = tl.arange(0, K_A)[None, :]
     wide_v = tl.arange(0, B_V)[None, :]
     for piece in range(tl.program_id(0), bs * (KV_HEADS * TILES), tl.num_programs(0)):
         request = piece // (KV_HEADS * TILES)
@@ -52,14 +53,23 @@ def _decode_attention(
         if window >= 0:
             start = tl.maximum(start, end - 1 - window)
         at = q + i * q_token + head * q_head
-        x = tl.load(at + row * q_head + wide_k, mask=(row < heads) & (wide_k < K_DIM), other=0.0).to(
-            tl.float32
-        )
-        x = x * scale
-        acc, top, total = over(
-            x, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
-            kc_page, kc_token, vc_page, vc_token, cap, row, 0, 0, TILE, K_DIM, V_DIM, B_K, B_V, CAP, False, False,
-        )  # fmt: skip
+        x = tl.load(at + row * q_head + wide_a, mask=(row < heads) & (wide_a < K_DIM), other=0.0)
+        if KEYS:
+            xb = None
+            if K_B:
+                wide_b = K_A + tl.arange(0, K_B)[None, :]
+                xb = tl.load(at + row * q_head + wide_b, mask=(row < heads) & (wide_b < K_DIM), other=0.0)
+            acc, top, total = over_tiles(
+                x, xb, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
+                kc_page, kc_token, vc_page, vc_token, scale, cap, row, 0, 0, TILE, KEYS, K_DIM, V_DIM, K_A, K_B, B_V,
+                CAP, False, False, RUNS, SHARED,
+            )  # fmt: skip
+        else:
+            acc, top, total = over(
+                x.to(tl.float32) * scale, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end,
+                num_slots, page, kc_page, kc_token, vc_page, vc_token, cap, row, 0, 0, TILE, K_DIM, V_DIM, K_A, B_V,
+                CAP, False, False,
+            )  # fmt: skip
         # Nothing seen: zeros, not 0 / 0.
         found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = out + i * o_token + head * o_head
@@ -78,7 +88,7 @@ def decode_attention(
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The contract is `hal.ops.decode_attention`'s; no fp8 cache, so no scale is read."""
-    bs, q_heads, head_dim = q.shape
+    bs, q_heads, _head_dim = q.shape
     kv_heads, v_dim = v_cache.shape[-2:]
     if out is None:
         out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
@@ -86,15 +96,13 @@ def decode_attention(
         return out
     nnz = kv_indices.shape[0]
     group = q_heads // kv_heads
-    b_k, b_v = pow2(head_dim), pow2(v_dim)
-    tile = min(pow2(group), rows(b_k, b_v))
+    tile = tiling(q, k_cache, v_cache, group)
     _decode_attention(
-        (min(vector_cores(q.device), bs * kv_heads * cdiv(group, tile)),),
+        (min(tile.cores, bs * kv_heads * cdiv(group, tile.rows)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, nnz, count_slots(k_cache), page_size(k_cache), min(sliding_window, nnz), q.stride(0), q.stride(1),
+        bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
         *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TILE=tile, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
-        CAP=logit_cap > 0, LSE=lse is not None,
+        KV_HEADS=kv_heads, GROUP=group, TILE=tile.rows, CAP=logit_cap > 0, LSE=lse is not None, **tile.static,
     )  # fmt: skip
     return out
 

@@ -44,7 +44,9 @@ def tables(
             autocompletion=_complete.tables,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=_complete.devices)] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; ascend with --model.", autocompletion=_complete.devices)
+    ] = "cpu",
     as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(help="The roofline: a PNG, PDF or SVG. Needs matplotlib.")
@@ -53,8 +55,17 @@ def tables(
     quick: Annotated[
         bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")
     ] = False,
+    model: Annotated[
+        bool, typer.Option("--model", help="With --device ascend: an estimate from lowered code, no timing.")
+    ] = False,
 ) -> None:
     """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
+    if model or device == "ascend":
+        if not (model and device == "ascend"):
+            raise ArgumentError(
+                "bench", "--model", "--device ascend --model", f"--device {device}{' --model' * model}"
+            )
+        _leave("hal.bench.ascend.model", "main", names or (), as_json)
     if save is not None:
         check_folder("bench", "--save", save)
     _leave("hal.bench", "main", names or (), device, as_json, plot and str(plot), save and str(save), quick)
