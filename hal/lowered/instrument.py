@@ -6,15 +6,16 @@ the rewriting missed would fault instead of corrupting memory. `hal_at` turns a 
 ``hal_check`` has looked at the argument's extent, the gaps between a view's rows, and who else has touched
 those bytes.
 
-Most accesses are to a program's own buffers. LLVM inlines `hal_at`, and leaves nothing of it where it can see
-that the access is inside the buffer; elsewhere an address in the arena costs a comparison.
+Most accesses are to a program's own buffers, in loops over the whole of one: there the loop has the check (`pins`).
+Elsewhere LLVM inlines `hal_at`, and leaves nothing of it where it can see that the access is inside the buffer; an
+address in the arena that it can't see through costs a comparison.
 """
 
 from __future__ import annotations
 
 import re
 
-from hal.lowered import runtime
+from hal.lowered import pins, runtime
 from hal.lowered.errors import LoweringError
 
 SIZES = {
@@ -59,6 +60,7 @@ declare void @hal_free(ptr, ptr)
 declare void @hal_copy(ptr, i64, ptr, ptr)
 declare void @hal_memcpy(ptr, ptr, ptr, i64)
 declare void @hal_memset(ptr, ptr, i8, i64)
+declare void @hal_stray(ptr, ptr, i64) cold noreturn
 """
 
 _AT = """
@@ -102,21 +104,23 @@ def instrument(llvm: str, traced: bool) -> str:
     """
     name, types = params(llvm)
     for callee in _DECLARE.findall(llvm):
-        if callee not in _OURS and callee not in _LIBM and not callee.startswith("llvm."):
+        if callee not in _OURS and callee not in _LIBM and not callee.startswith(("llvm.", pins.NAME)):
             raise LoweringError(
                 name, "instrumentation", f"it calls the external function {callee}, which only the device has"
             )
-    own: set[str] = set()
+    lines = llvm.splitlines()
+    own = pins.elements(lines)
     out: list[str] = []
     in_kernel = False
-    for number, line in enumerate(llvm.splitlines()):
+    for number, line in enumerate(lines):
         if line.startswith("define "):
             in_kernel = f"@{name}(" in line
             line = line.replace("define ", "define internal ", 1)
             if in_kernel:
-                line = line.replace("(", "(ptr %hal.state, i64 %hal.arena, i64 %hal.room, ", 1)
+                line = line.replace("(", "(ptr %hal.state, i64 %hal.arena, i64 %hal.room, i64 %hal.end, ", 1)
         if line.startswith("declare ") and _CALL.search(line):
             continue
+        line = pins.definition(line, traced) or pins.call(line)
         if in_kernel and "call " in line:
             line = _CALL.sub(lambda call: f"@{_OURS[call[1]]}(ptr %hal.state, ", line)
             line = _MEMCPY.sub(r"call void @hal_memcpy(ptr %hal.state, ptr \1, ptr \2, i64 \3)", line)
@@ -171,7 +175,7 @@ define void @hal_entry(ptr %state, ptr %args, {place}) {{
   %bytes = sub i64 %end, %arena
   %room = sub i64 %bytes, {max(SIZES.values()) - 1}
 {chr(10).join(loads)}
-  call void @{name}(ptr %state, i64 %arena, i64 %room, {passed}{place})
+  call void @{name}(ptr %state, i64 %arena, i64 %room, i64 %end, {passed}{place})
   ret void
 }}
 """

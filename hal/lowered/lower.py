@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import tempfile
 import threading
@@ -21,19 +22,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hal.lowered import toolchain
+from hal.lowered import pins, toolchain
 from hal.lowered.errors import LoweringError
 
 ARCH = "Ascend910B3"
 
-PIPELINE = (
+BUFFERIZE = (
     "--convert-elementwise-to-linalg",
+    # One loop for a chain of elementwise operations: the same sums, without the buffers between them.
+    "--linalg-generalize-named-ops",
+    "--linalg-fuse-elementwise-ops",
     "--eliminate-empty-tensors",
     "--empty-tensor-to-alloc-tensor",
     "--one-shot-bufferize=allow-return-allocs-from-loops=true",
     # Without it every iteration of a token loop would keep its buffers until the program ends.
     "--buffer-deallocation-pipeline",
     "--convert-bufferization-to-memref",
+)
+TO_LLVM = (
     "--convert-linalg-to-loops",
     "--expand-strided-metadata",
     "--lower-affine",
@@ -46,6 +52,10 @@ PIPELINE = (
     "--convert-cf-to-llvm",
     "--reconcile-unrealized-casts",
 )
+"""Between the two, `pins.pin` says which loops are over whole buffers."""
+
+# A sum may be taken in any order, as the device takes it in one of its own.
+_SUM = re.compile(r"(arith\.addf %in, %init) : f")
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), PIPELINE, ARCH, jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
+        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, Path(pins.__file__).read_text(), ARCH, jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
     )  # fmt: skip
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -222,16 +232,11 @@ def _compile(
     except subprocess.CalledProcessError as e:
         raise LoweringError(name, "triton-adapter-opt", (e.stderr or b"").decode(errors="replace")) from None
     with tempfile.TemporaryDirectory(prefix="hal-lowered-") as folder:
-        linalg, dialect = Path(folder, "kernel.ttadapter.mlir"), Path(folder, "kernel.llvm.mlir")
-        linalg.write_text(ttadapter)
-        ran = subprocess.run(
-            [str(toolchain.bishengir("bishengir-opt")), str(linalg), *PIPELINE, "-o", str(dialect)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if ran.returncode:
-            raise LoweringError(name, "bishengir-opt", ran.stderr)
+        source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
+        source.write_text(_SUM.sub(r"\1 fastmath<reassoc> : f", ttadapter))
+        _opt(name, source, BUFFERIZE, buffers)
+        buffers.write_text(pins.pin(buffers.read_text()))
+        _opt(name, buffers, TO_LLVM, dialect)
         fresh = ir.context()
         ir.load_dialects(fresh)
         parsed = ir.parse_mlir_module(str(dialect), fresh)
@@ -241,3 +246,14 @@ def _compile(
         except RuntimeError as e:
             raise LoweringError(name, "translation to LLVM IR", str(e)) from None
     return ttadapter, text
+
+
+def _opt(kernel: str, module: Path, passes: tuple[str, ...], out: Path) -> None:
+    ran = subprocess.run(
+        [str(toolchain.bishengir("bishengir-opt")), str(module), *passes, "-o", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise LoweringError(kernel, "bishengir-opt", ran.stderr)
