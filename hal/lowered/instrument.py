@@ -46,6 +46,7 @@ _CALL = re.compile(r"@(malloc|free|memrefCopy)\(")
 _MEMCPY = re.compile(
     r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)"
 )
+_BF16 = re.compile(r" = (fpext|fptrunc) ((?:bfloat|float) %[\w.]+) to (bfloat|float)$")
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
 # What a C library has under the names that LLVM's math intrinsics become, and the kernels' own use.
 _LIBM = {
@@ -61,6 +62,32 @@ declare void @hal_copy(ptr, i64, ptr, ptr)
 declare void @hal_memcpy(ptr, ptr, ptr, i64)
 declare void @hal_memset(ptr, ptr, i8, i64)
 declare void @hal_stray(ptr, ptr, i64) cold noreturn
+"""
+
+# By integers: on every CPU the same, subnormals too, and LLVM makes vector code of it.
+_CONVERSIONS = """
+define internal float @hal_fpext(bfloat %x) alwaysinline {
+  %bits = bitcast bfloat %x to i16
+  %wide = zext i16 %bits to i32
+  %high = shl i32 %wide, 16
+  %y = bitcast i32 %high to float
+  ret float %y
+}
+
+define internal bfloat @hal_fptrunc(float %x) alwaysinline {
+  %bits = bitcast float %x to i32
+  %kept = lshr i32 %bits, 16
+  %odd = and i32 %kept, 1
+  %half = add i32 %odd, 32767
+  %near = add i32 %bits, %half
+  %nan = fcmp uno float %x, %x
+  %quiet = or i32 %bits, 4194304
+  %rounded = select i1 %nan, i32 %quiet, i32 %near
+  %high = lshr i32 %rounded, 16
+  %word = trunc i32 %high to i16
+  %y = bitcast i16 %word to bfloat
+  ret bfloat %y
+}
 """
 
 _AT = """
@@ -125,13 +152,15 @@ def instrument(llvm: str, traced: bool) -> str:
             line = _CALL.sub(lambda call: f"@{_OURS[call[1]]}(ptr %hal.state, ", line)
             line = _MEMCPY.sub(r"call void @hal_memcpy(ptr %hal.state, ptr \1, ptr \2, i64 \3)", line)
             line = _MEMSET.sub(r"call void @hal_memset(ptr %hal.state, ptr \1, i8 \2, i64 \3)", line)
+        line = _BF16.sub(r" = call \3 @hal_\1(\2)", line)
         if match := _ALLOCA.match(line):
             own.add(match[1])
         if traced and in_kernel:
             out += _check(line, number, own, name)
         else:
             out.append(line)
-    return "\n".join([*out, _DECLARATIONS, _AT if traced else "", _entry(name, types), _constants(llvm)])
+    ours = (_DECLARATIONS, _CONVERSIONS, _AT if traced else "", _entry(name, types), _constants(llvm))
+    return "\n".join([*out, *ours])
 
 
 def _check(line: str, number: int, own: set[str], kernel: str) -> list[str]:

@@ -11,6 +11,7 @@ it was specialised on, and the tools.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -81,7 +82,8 @@ class Lowered:
     key: str
 
 
-_lowered: dict[Any, Lowered] = {}
+_lowered: dict[Any, tuple[Lowered, tuple[int, ...]]] = {}
+"""By kernel and classes of its arguments: the form, and which of the arguments it still takes."""
 _lock = threading.Lock()
 
 
@@ -106,26 +108,41 @@ def lower(
         LoweringError: the compiler refused the kernel.
         TypeError: an argument is missing or too many.
     """
-    toolchain.require()
-    values = _bind(jit_fn, args, constexprs)
+    return find(jit_fn, args, constexprs, options)[0]
+
+
+def find(
+    jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any], options: Mapping[str, Any] | None
+) -> tuple[Lowered, tuple[int, ...]]:
+    """What `lower` gives, and the places of those of `args` that it still takes."""
     key = (
         jit_fn,
-        tuple(_class_of(p, v) for p, v in zip(jit_fn.params, values, strict=True)),
-        _frozen(options),
+        len(args),
+        repr(constexprs),
+        repr(options),
+        *map(type, constexprs.values()),
+        *[_class_of(p, v) for p, v in zip(_arguments(jit_fn), args, strict=False)],
     )
     found = _lowered.get(key)
     if found is None:
+        toolchain.require()
+        values = _bind(jit_fn, args, constexprs)
         with _lock:
             found = _lowered.get(key)
             if found is None:
-                found = _lowered[key] = _from_disk(jit_fn, values, dict(options or {}))
+                lowered = _from_disk(jit_fn, values, dict(options or {}))
+                names = [p.name for p in jit_fn.params if not p.is_constexpr]
+                taken = tuple(i for i, n in enumerate(names) if n not in lowered.constants)
+                found = _lowered[key] = lowered, taken
     return found
 
 
-def runtime_args(lowered: Lowered, jit_fn: Any, args: Sequence[Any]) -> list[Any]:
-    """Those of `args` that `lowered` still takes."""
-    names = [p.name for p in jit_fn.params if not p.is_constexpr]
-    return [a for n, a in zip(names, args, strict=True) if n not in lowered.constants]
+@functools.lru_cache(maxsize=1024)
+def _arguments(jit_fn: Any) -> list[tuple[str, str, bool]]:
+    """Name, annotated type and specialisation of each parameter that is no constexpr."""
+    return [
+        (p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr
+    ]
 
 
 def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> list[Any]:
@@ -149,18 +166,19 @@ def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> li
     return values
 
 
-def _class_of(param: Any, value: Any) -> tuple[Any, ...]:
+def _class_of(param: tuple[str, str, bool], value: Any) -> Any:
     """All that the compiled form depends on, of one argument."""
-    if param.is_constexpr:
-        return ("c", type(value), repr(value))
+    name, annotation, specialize = param
     if value is None:
-        return ("none",)
+        return None
+    if value.__class__ is int and not specialize:
+        return annotation or _scalar(name, value)
     if hasattr(value, "data_ptr"):
-        return ("t", value.dtype, not param.do_not_specialize and value.data_ptr() % 16 == 0)
-    kind = param.annotation_type or _scalar(param.name, value)
-    if isinstance(value, int) and not isinstance(value, bool) and not param.do_not_specialize:
-        return (kind, value == 1, value % 16 == 0)
-    return (kind,)
+        return value.dtype, specialize and value.data_ptr() % 16 == 0
+    kind = annotation or _scalar(name, value)
+    if isinstance(value, int) and not isinstance(value, bool) and specialize:
+        return kind, value == 1, value % 16 == 0
+    return kind
 
 
 def _scalar(name: str, value: Any) -> str:

@@ -313,7 +313,7 @@ def _target() -> Any:
 
     cpu, features, _ = _host()
     triple = llvm.Target.from_default_triple()
-    return triple.create_target_machine(cpu=cpu, features=features, opt=2, jit=True)
+    return triple.create_target_machine(cpu=cpu, features=features + ",-prefer-256-bit", opt=2, jit=True)
 
 
 def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
@@ -333,8 +333,8 @@ def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
     module.data_layout = str(target.target_data)
     # What is compiled is kept: the loops over buffers are worth vector code, and little else is.
     tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-    tuning.loop_vectorization = True
-    tuning.loop_interleaving = tuning.slp_vectorization = tuning.loop_unrolling = False
+    tuning.loop_vectorization = tuning.loop_interleaving = True
+    tuning.slp_vectorization = tuning.loop_unrolling = False
     builder = llvm.create_pass_builder(target, tuning)
     builder.getModulePassManager().run(module, builder)
     code = bytes(target.emit_object(module))

@@ -100,11 +100,11 @@ static void race(state *s, argument *a, int64_t offset, int64_t access, int32_t 
     fail(s, RACE, a - s->argument, offset, 1, access, other);
 }
 
-static void note_bytes(state *s, argument *a, bytewise *of, int first, int last, int64_t at, int64_t access) {
+static void note_bytes(state *s, argument *a, bytewise *of, uint64_t these, int64_t at, int64_t access) {
     int32_t me = (int32_t)s->program, *mine = access & WRITE ? of->writer : of->reader;
     int write = access & WRITE, alone = !(write && a->shared);
-    for (int b = first; b < last; b++) {
-        int wrote = alone & other_than(of->writer[b], me);
+    for (; these; these &= these - 1) {
+        int b = __builtin_ctzll(these), wrote = alone & other_than(of->writer[b], me);
         if (wrote | (write & other_than(of->reader[b], me)))
             race(s, a, at + b, access, wrote ? of->writer[b] : of->reader[b]);
         mine[b] = other_than(mine[b], me) ? MANY : me;
@@ -123,22 +123,24 @@ static bytewise *split(state *s, line *l) {
     return &s->bytewise[l->bytes - 1];
 }
 
-// Bytes [first, last) of a line that starts `at` bytes from the argument's base.
-static inline void note_line(state *s, argument *a, line *l, int first, int last, int64_t at, int64_t access) {
+// `these` bytes of a line that starts `at` bytes from the argument's base.
+static inline void note_line(state *s, argument *a, line *l, uint64_t these, int64_t at, int64_t access) {
     int32_t me = (int32_t)s->program;
-    int write = access & WRITE, alone = !(write && a->shared);
-    uint64_t these = (last == LINE ? ~(uint64_t)0 : ((uint64_t)1 << last) - 1) & ~(uint64_t)0 << first;
-    if (l->launch != (uint32_t)s->launch)
-        *l = (line){.launch = (uint32_t)s->launch};
+    int write = access & WRITE;
+    if (l->launch != (uint32_t)s->launch) {
+        *l = (line){(uint32_t)s->launch, 0, write ? me : 0, write ? 0 : me, write ? these : 0, write ? 0 : these};
+        return;
+    }
+    int32_t *who = write ? &l->writer : &l->reader;
+    uint64_t *which = write ? &l->written : &l->read;
     if (!l->bytes) {
+        int alone = !(write && a->shared);
         uint64_t wrote = alone & other_than(l->writer, me) ? l->written & these : 0;
         uint64_t raced = wrote | (write & other_than(l->reader, me) ? l->read & these : 0);
         if (raced) {
             int b = __builtin_ctzll(raced);
             race(s, a, at + b, access, wrote >> b & 1 ? l->writer : l->reader);
         }
-        int32_t *who = write ? &l->writer : &l->reader;
-        uint64_t *which = write ? &l->written : &l->read;
         if (!other_than(*who, me)) {
             *who = me;
             *which |= these;
@@ -149,17 +151,17 @@ static inline void note_line(state *s, argument *a, line *l, int first, int last
             return;
         }
     }
-    note_bytes(s, a, split(s, l), first, last, at, access);
+    note_bytes(s, a, split(s, l), these, at, access);
 }
 
 // The programs run one after the other, yet a race is found in any order: each byte knows who wrote and who read it.
 static void note(state *s, argument *a, int64_t offset, int64_t size, int64_t access) {
-    int64_t skip = (int64_t)((uint64_t)a->base % LINE), from = skip + offset, to = from + size;
-    for (int64_t n = from / LINE; n * LINE < to; n++) {
-        int64_t start = n * LINE;
-        note_line(s, a, a->lines + n, from > start ? from - start : 0, to < start + LINE ? to - start : LINE,
-                  start - skip, access);
-    }
+    int64_t skip = (int64_t)((uint64_t)a->base % LINE), from = skip + offset, to = from + size, n = from / LINE;
+    uint64_t these = ~(uint64_t)0 << from % LINE;
+    for (; (n + 1) * LINE <= to; n++, these = ~(uint64_t)0)
+        note_line(s, a, a->lines + n, these, n * LINE - skip, access);
+    if (n * LINE < to)
+        note_line(s, a, a->lines + n, these & (((uint64_t)1 << to % LINE) - 1), n * LINE - skip, access);
 }
 
 static int is_constant(const state *s, const char *p, int64_t size) {
@@ -380,14 +382,4 @@ void hal_run(kernel *run, state *s, const int64_t *given, const int64_t *args, i
         memset(s->free, 0, sizeof s->free);
         run(s, args, gx, gy, gz, i % gx, i / gx % gy, i / gx / gy);
     }
-}
-
-// fp32 -> bf16 to nearest even, NaN kept quiet; not every C library has it. Its result is the low half of the
-// register that a float is returned in.
-float hal_truncsfbf2(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    memcpy(&x, &bits, 4);
-    return x;
 }

@@ -86,8 +86,8 @@ def load() -> Any:
     import llvmlite.binding as llvm
 
     library = _library()
-    for name, symbol in {**{c: c for c in CALLS}, "__truncsfbf2": "hal_truncsfbf2"}.items():
-        llvm.add_symbol(name, ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value)
+    for name in CALLS:
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     run = library.hal_run
     run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int32] * 3
     run.restype = None
