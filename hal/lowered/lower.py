@@ -140,9 +140,7 @@ def find(
 @functools.lru_cache(maxsize=1024)
 def _arguments(jit_fn: Any) -> list[tuple[str, str, bool]]:
     """Name, annotated type and specialisation of each parameter that is no constexpr."""
-    return [
-        (p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr
-    ]
+    return [(p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr]
 
 
 def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> list[Any]:
@@ -209,7 +207,8 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, Path(pins.__file__).read_text(), ARCH, jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
+        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, Path(pins.__file__).read_text(encoding="utf-8"), ARCH,
+        jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
     )  # fmt: skip
     key = hashlib.sha256(repr(parts).encode()).hexdigest()

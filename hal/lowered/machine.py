@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hal.lowered import instrument, runtime, toolchain
+from hal.lowered import instrument, pins, runtime, toolchain
 from hal.lowered.errors import AccessError, LoweredError, LoweringError, RaceError
 from hal.lowered.lower import Lowered
 
@@ -225,6 +225,11 @@ class Machine:
             return LoweredError(
                 f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes"
             )
+        if kind == runtime.STRAY:
+            return LoweredError(
+                f"hal: kernel {name}, program {program}: a loop over {size} bytes that are none of its buffers, which "
+                "the lane can't check"
+            )
         if kind == runtime.WILD:
             return AccessError(name, None, program, verb, 0, size)
         argument = names[s.error_argument]
@@ -302,7 +307,8 @@ def _host() -> tuple[str, str, str]:
     llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     ours = [
-        Path(file).read_text(encoding="utf-8") for file in (__file__, instrument.__file__, runtime.__file__)
+        Path(file).read_text(encoding="utf-8")
+        for file in (__file__, instrument.__file__, pins.__file__, runtime.__file__)
     ]
     return cpu, features, repr((cpu, features, llvmlite.__version__, ours))
 

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BOUNDS = 1, RACE, WILD, MEMORY };  // state.error
-enum { WRITE = 1, COPY = 2 };             // bits of an access
+enum { BOUNDS = 1, RACE, WILD, MEMORY, STRAY };  // state.error
+enum { WRITE = 1, COPY = 2 };                    // bits of an access
 enum { MAX_DIMS = 4, MAX_ARGUMENTS = 64, CLASSES = 48, LABEL = 64, ARGUMENT_SHIFT = 48, MANY = -1, LINE = 64 };
 
 static const int64_t BIAS = (int64_t)1 << 40;
@@ -197,7 +197,7 @@ void *hal_check(state *s, char *pointer, int64_t size, int64_t access) {
 // A loop over a whole buffer of `size` bytes begins, whose accesses have no check of their own, and `p` is none of the
 // program's buffers. There is nothing that the loop could be given instead.
 _Noreturn void hal_stray(state *s, char *p, int64_t size) {
-    fail(s, WILD, 0, (int64_t)p, size, WRITE, 0);
+    fail(s, STRAY, 0, (int64_t)p, size, WRITE, 0);
     longjmp(*s->stop, 1);
 }
 

@@ -18,7 +18,7 @@ HANDLE = 1 << 62 | 1 << 40
 """A pointer argument's first byte, but for the argument's number, as a kernel gets it; see ``runtime.c``."""
 
 # Values of State.error.
-BOUNDS, RACE, WILD, MEMORY = 1, 2, 3, 4
+BOUNDS, RACE, WILD, MEMORY, STRAY = 1, 2, 3, 4, 5
 # Bits of an access.
 WRITE, COPY = 1, 2
 

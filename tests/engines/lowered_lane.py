@@ -15,6 +15,28 @@ from pathlib import Path
 from typing import Any
 
 LOWERED = os.environ.get("HAL_LANE") == "lowered"
+
+
+class NoDevice:
+    """Triton's driver where there is no device. triton-ascend 3.2.0 asks for one as soon as a kernel is declared to be
+    tuned, as SGLang's own are when they are imported; it may have this one, and no kernel can be started with it."""
+
+    def get_benchmarker(self) -> Any:
+        return self.refuse
+
+    def refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a Triton kernel that is not hal's was started")
+
+    def __getattr__(self, name: str) -> Any:
+        self.refuse()
+
+
+def declare_no_device() -> None:
+    import triton
+
+    triton.runtime.driver.set_active(NoDevice())
+
+
 KINDS = ("scalar_reads", "scalar_writes", "rows_in", "rows_out")
 
 
@@ -53,6 +75,17 @@ def count_all(path: Path) -> None:
         return traffic
 
     machine.Machine.__call__ = counting  # type: ignore[method-assign]
+
+
+def counted(path: Path) -> dict[str, list[int]]:
+    """What `count_all` has written, as `watched` gives it."""
+    seen: dict[str, list[int]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, accesses = json.loads(line)
+        count = seen.setdefault(name, [0, 0])
+        count[0] += 1
+        count[1] += accesses
+    return seen
 
 
 def inject(op: str) -> None:

@@ -1,7 +1,7 @@
 """Real vLLM on hal's Ascend kernels, lowered and run on a CPU: tokens as the reference's, every access traced.
 
-Run by `ci/engines ascend_vllm`, where triton-ascend stands in place of triton. One process, `vllm_worker`, runs all: tiny
-models on the Ascend kernels, the same on hal's reference, and last a kernel that writes where it must not.
+Run by `ci/engines ascend_vllm`, where triton-ascend stands in place of triton. One process, `vllm_worker`, runs all:
+tiny models on the Ascend kernels, the same on hal's reference, and last a kernel that writes where it must not.
 """
 
 from __future__ import annotations
