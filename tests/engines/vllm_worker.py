@@ -53,9 +53,10 @@ def build(job: dict[str, Any]) -> tuple[Any, Counter[str]]:
 def clean() -> None:
     """One model's memory at a time, and its groups of processes: a model of experts wants one more than others."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    _ROPE_DICT.clear()  # they keep the backend that they were bound to
+    rotary = sys.modules.get("hal.engines.vllm.rotary")
+    if rotary is not None:
+        rotary._bound.cache_clear()  # the next job may be another backend's
     gc.collect()
     destroy_model_parallel()
     destroy_distributed_environment()
