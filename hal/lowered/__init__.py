@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hal.lowered.errors import AccessError, LoweredError, LoweringError, RaceError, ToolchainError
-from hal.lowered.lower import Lowered, lower, runtime_args
+from hal.lowered.lower import Lowered, find, lower
 from hal.lowered.machine import Launch, Traffic, launch, recording, untraced
 from hal.lowered.toolchain import missing
 
@@ -80,6 +80,6 @@ def run(
 
     Source: the route is this project's; the tools are triton-ascend's and AscendNPU IR's.
     """
-    lowered = lower(jit_fn, args, constexprs, options)
+    lowered, taken = find(jit_fn, args, constexprs, options)
     shared: frozenset[str] = getattr(jit_fn.fn, "hal_shared_writes", frozenset())
-    launch(lowered, grid, runtime_args(lowered, jit_fn, args), shared)
+    launch(lowered, grid, [args[i] for i in taken], shared)

@@ -6,15 +6,16 @@ the rewriting missed would fault instead of corrupting memory. `hal_at` turns a 
 ``hal_check`` has looked at the argument's extent, the gaps between a view's rows, and who else has touched
 those bytes.
 
-Most accesses are to a program's own buffers. LLVM inlines `hal_at`, and leaves nothing of it where it can see
-that the access is inside the buffer; elsewhere an address in the arena costs a comparison.
+Most accesses are to a program's own buffers, in loops over the whole of one: there the loop has the check (`pins`).
+Elsewhere LLVM inlines `hal_at`, and leaves nothing of it where it can see that the access is inside the buffer; an
+address in the arena that it can't see through costs a comparison.
 """
 
 from __future__ import annotations
 
 import re
 
-from hal.lowered import runtime
+from hal.lowered import pins, runtime
 from hal.lowered.errors import LoweringError
 
 SIZES = {
@@ -45,6 +46,7 @@ _CALL = re.compile(r"@(malloc|free|memrefCopy)\(")
 _MEMCPY = re.compile(
     r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)"
 )
+_BF16 = re.compile(r" = (fpext|fptrunc) ((?:bfloat|float) %[\w.]+) to (bfloat|float)$")
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
 # What a C library has under the names that LLVM's math intrinsics become, and the kernels' own use.
 _LIBM = {
@@ -59,6 +61,33 @@ declare void @hal_free(ptr, ptr)
 declare void @hal_copy(ptr, i64, ptr, ptr)
 declare void @hal_memcpy(ptr, ptr, ptr, i64)
 declare void @hal_memset(ptr, ptr, i8, i64)
+declare void @hal_stray(ptr, ptr, i64) cold noreturn
+"""
+
+# By integers: on every CPU the same, subnormals too, and LLVM makes vector code of it.
+_CONVERSIONS = """
+define internal float @hal_fpext(bfloat %x) alwaysinline {
+  %bits = bitcast bfloat %x to i16
+  %wide = zext i16 %bits to i32
+  %high = shl i32 %wide, 16
+  %y = bitcast i32 %high to float
+  ret float %y
+}
+
+define internal bfloat @hal_fptrunc(float %x) alwaysinline {
+  %bits = bitcast float %x to i32
+  %kept = lshr i32 %bits, 16
+  %odd = and i32 %kept, 1
+  %half = add i32 %odd, 32767
+  %near = add i32 %bits, %half
+  %nan = fcmp uno float %x, %x
+  %quiet = or i32 %bits, 4194304
+  %rounded = select i1 %nan, i32 %quiet, i32 %near
+  %high = lshr i32 %rounded, 16
+  %word = trunc i32 %high to i16
+  %y = bitcast i16 %word to bfloat
+  ret bfloat %y
+}
 """
 
 _AT = """
@@ -102,32 +131,36 @@ def instrument(llvm: str, traced: bool) -> str:
     """
     name, types = params(llvm)
     for callee in _DECLARE.findall(llvm):
-        if callee not in _OURS and callee not in _LIBM and not callee.startswith("llvm."):
+        if callee not in _OURS and callee not in _LIBM and not callee.startswith(("llvm.", pins.NAME)):
             raise LoweringError(
                 name, "instrumentation", f"it calls the external function {callee}, which only the device has"
             )
-    own: set[str] = set()
+    lines = llvm.splitlines()
+    own = pins.elements(lines)
     out: list[str] = []
     in_kernel = False
-    for number, line in enumerate(llvm.splitlines()):
+    for number, line in enumerate(lines):
         if line.startswith("define "):
             in_kernel = f"@{name}(" in line
             line = line.replace("define ", "define internal ", 1)
             if in_kernel:
-                line = line.replace("(", "(ptr %hal.state, i64 %hal.arena, i64 %hal.room, ", 1)
+                line = line.replace("(", "(ptr %hal.state, i64 %hal.arena, i64 %hal.room, i64 %hal.end, ", 1)
         if line.startswith("declare ") and _CALL.search(line):
             continue
+        line = pins.definition(line, traced) or pins.call(line)
         if in_kernel and "call " in line:
             line = _CALL.sub(lambda call: f"@{_OURS[call[1]]}(ptr %hal.state, ", line)
             line = _MEMCPY.sub(r"call void @hal_memcpy(ptr %hal.state, ptr \1, ptr \2, i64 \3)", line)
             line = _MEMSET.sub(r"call void @hal_memset(ptr %hal.state, ptr \1, i8 \2, i64 \3)", line)
+        line = _BF16.sub(r" = call \3 @hal_\1(\2)", line)
         if match := _ALLOCA.match(line):
             own.add(match[1])
         if traced and in_kernel:
             out += _check(line, number, own, name)
         else:
             out.append(line)
-    return "\n".join([*out, _DECLARATIONS, _AT if traced else "", _entry(name, types), _constants(llvm)])
+    ours = (_DECLARATIONS, _CONVERSIONS, _AT if traced else "", _entry(name, types), _constants(llvm))
+    return "\n".join([*out, *ours])
 
 
 def _check(line: str, number: int, own: set[str], kernel: str) -> list[str]:
@@ -171,7 +204,7 @@ define void @hal_entry(ptr %state, ptr %args, {place}) {{
   %bytes = sub i64 %end, %arena
   %room = sub i64 %bytes, {max(SIZES.values()) - 1}
 {chr(10).join(loads)}
-  call void @{name}(ptr %state, i64 %arena, i64 %room, {passed}{place})
+  call void @{name}(ptr %state, i64 %arena, i64 %room, i64 %end, {passed}{place})
   ret void
 }}
 """

@@ -11,8 +11,10 @@ it was specialised on, and the tools.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
 import subprocess
 import tempfile
 import threading
@@ -21,19 +23,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hal.lowered import toolchain
+from hal.lowered import pins, toolchain
 from hal.lowered.errors import LoweringError
 
 ARCH = "Ascend910B3"
 
-PIPELINE = (
+BUFFERIZE = (
     "--convert-elementwise-to-linalg",
+    # One loop for a chain of elementwise operations: the same sums, without the buffers between them.
+    "--linalg-generalize-named-ops",
+    "--linalg-fuse-elementwise-ops",
     "--eliminate-empty-tensors",
     "--empty-tensor-to-alloc-tensor",
     "--one-shot-bufferize=allow-return-allocs-from-loops=true",
     # Without it every iteration of a token loop would keep its buffers until the program ends.
     "--buffer-deallocation-pipeline",
     "--convert-bufferization-to-memref",
+)
+TO_LLVM = (
     "--convert-linalg-to-loops",
     "--expand-strided-metadata",
     "--lower-affine",
@@ -46,6 +53,10 @@ PIPELINE = (
     "--convert-cf-to-llvm",
     "--reconcile-unrealized-casts",
 )
+"""Between the two, `pins.pin` says which loops are over whole buffers."""
+
+# A sum may be taken in any order, as the device takes it in one of its own.
+_SUM = re.compile(r"(arith\.addf %in, %init) : f")
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ class Lowered:
     key: str
 
 
-_lowered: dict[Any, Lowered] = {}
+_lowered: dict[Any, tuple[Lowered, tuple[int, ...]]] = {}
+"""By kernel and classes of its arguments: the form, and which of the arguments it still takes."""
 _lock = threading.Lock()
 
 
@@ -96,26 +108,39 @@ def lower(
         LoweringError: the compiler refused the kernel.
         TypeError: an argument is missing or too many.
     """
-    toolchain.require()
-    values = _bind(jit_fn, args, constexprs)
+    return find(jit_fn, args, constexprs, options)[0]
+
+
+def find(
+    jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any], options: Mapping[str, Any] | None
+) -> tuple[Lowered, tuple[int, ...]]:
+    """What `lower` gives, and the places of those of `args` that it still takes."""
     key = (
         jit_fn,
-        tuple(_class_of(p, v) for p, v in zip(jit_fn.params, values, strict=True)),
-        _frozen(options),
+        len(args),
+        repr(constexprs),
+        repr(options),
+        *map(type, constexprs.values()),
+        *[_class_of(p, v) for p, v in zip(_arguments(jit_fn), args, strict=False)],
     )
     found = _lowered.get(key)
     if found is None:
+        toolchain.require()
+        values = _bind(jit_fn, args, constexprs)
         with _lock:
             found = _lowered.get(key)
             if found is None:
-                found = _lowered[key] = _from_disk(jit_fn, values, dict(options or {}))
+                lowered = _from_disk(jit_fn, values, dict(options or {}))
+                names = [p.name for p in jit_fn.params if not p.is_constexpr]
+                taken = tuple(i for i, n in enumerate(names) if n not in lowered.constants)
+                found = _lowered[key] = lowered, taken
     return found
 
 
-def runtime_args(lowered: Lowered, jit_fn: Any, args: Sequence[Any]) -> list[Any]:
-    """Those of `args` that `lowered` still takes."""
-    names = [p.name for p in jit_fn.params if not p.is_constexpr]
-    return [a for n, a in zip(names, args, strict=True) if n not in lowered.constants]
+@functools.lru_cache(maxsize=1024)
+def _arguments(jit_fn: Any) -> list[tuple[str, str, bool]]:
+    """Name, annotated type and specialisation of each parameter that is no constexpr."""
+    return [(p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr]
 
 
 def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> list[Any]:
@@ -139,18 +164,19 @@ def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> li
     return values
 
 
-def _class_of(param: Any, value: Any) -> tuple[Any, ...]:
+def _class_of(param: tuple[str, str, bool], value: Any) -> Any:
     """All that the compiled form depends on, of one argument."""
-    if param.is_constexpr:
-        return ("c", type(value), repr(value))
+    name, annotation, specialize = param
     if value is None:
-        return ("none",)
+        return None
+    if value.__class__ is int and not specialize:
+        return annotation or _scalar(name, value)
     if hasattr(value, "data_ptr"):
-        return ("t", value.dtype, not param.do_not_specialize and value.data_ptr() % 16 == 0)
-    kind = param.annotation_type or _scalar(param.name, value)
-    if isinstance(value, int) and not isinstance(value, bool) and not param.do_not_specialize:
-        return (kind, value == 1, value % 16 == 0)
-    return (kind,)
+        return value.dtype, specialize and value.data_ptr() % 16 == 0
+    kind = annotation or _scalar(name, value)
+    if isinstance(value, int) and not isinstance(value, bool) and specialize:
+        return kind, value == 1, value % 16 == 0
+    return kind
 
 
 def _scalar(name: str, value: Any) -> str:
@@ -181,7 +207,8 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), PIPELINE, ARCH, jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
+        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, Path(pins.__file__).read_text(encoding="utf-8"), ARCH,
+        jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
     )  # fmt: skip
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -222,16 +249,11 @@ def _compile(
     except subprocess.CalledProcessError as e:
         raise LoweringError(name, "triton-adapter-opt", (e.stderr or b"").decode(errors="replace")) from None
     with tempfile.TemporaryDirectory(prefix="hal-lowered-") as folder:
-        linalg, dialect = Path(folder, "kernel.ttadapter.mlir"), Path(folder, "kernel.llvm.mlir")
-        linalg.write_text(ttadapter)
-        ran = subprocess.run(
-            [str(toolchain.bishengir("bishengir-opt")), str(linalg), *PIPELINE, "-o", str(dialect)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if ran.returncode:
-            raise LoweringError(name, "bishengir-opt", ran.stderr)
+        source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
+        source.write_text(_SUM.sub(r"\1 fastmath<reassoc> : f", ttadapter))
+        _opt(name, source, BUFFERIZE, buffers)
+        buffers.write_text(pins.pin(buffers.read_text()))
+        _opt(name, buffers, TO_LLVM, dialect)
         fresh = ir.context()
         ir.load_dialects(fresh)
         parsed = ir.parse_mlir_module(str(dialect), fresh)
@@ -241,3 +263,14 @@ def _compile(
         except RuntimeError as e:
             raise LoweringError(name, "translation to LLVM IR", str(e)) from None
     return ttadapter, text
+
+
+def _opt(kernel: str, module: Path, passes: tuple[str, ...], out: Path) -> None:
+    ran = subprocess.run(
+        [str(toolchain.bishengir("bishengir-opt")), str(module), *passes, "-o", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise LoweringError(kernel, "bishengir-opt", ran.stderr)

@@ -2,11 +2,13 @@
 
 The programs of a launch run one after the other, yet a race is found in any order: a byte remembers who
 wrote and who read it, and a second program that touches what another wrote, or writes what another
-touched, is an error at once.
+touched, is an error at once. What is remembered is kept by lines of memory, and by bytes only where two programs
+share a line.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import functools
@@ -20,11 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hal.lowered import instrument, runtime, toolchain
+from hal.lowered import instrument, pins, runtime, toolchain
 from hal.lowered.errors import AccessError, LoweredError, LoweringError, RaceError
 from hal.lowered.lower import Lowered
 
 ARENA_BYTES = 1 << 30
+KEPT_BYTES = 64 << 20
+"""Of the trace: what a launch touched beyond them is given back when it ends."""
 MAX_PROGRAMS = 65535
 """CANN's limit of a launch's grid."""
 
@@ -98,6 +102,44 @@ def untraced() -> Iterator[None]:
         _traced.reset(token)
 
 
+class _Workspace:
+    """The memory of one launch at a time: the runtime's state, the programs' buffers, and the trace."""
+
+    def __init__(self) -> None:
+        self.state = runtime.State()
+        self.at = ctypes.addressof(self.state)
+        self._sink = ctypes.create_string_buffer(8192)
+        self.state.sink = ctypes.addressof(self._sink)
+        self._arena, self.state.arena = _reserved(ARENA_BYTES)
+        self._trace: mmap.mmap | None = None
+        self._lines = 0
+
+    def make_room(self, lines: int) -> None:
+        """For the trace of so many lines of memory. Pages come zeroed, and only when they are touched: a cache of
+        gigabytes costs what is used of it."""
+        if lines <= self._lines:
+            return
+        self._lines = max(lines, 2 * self._lines)
+        self._trace, at = _reserved(self._lines * (runtime.LINE_BYTES + runtime.BYTEWISE))
+        self.state.lines, self.state.bytewise = at, at + self._lines * runtime.LINE_BYTES
+
+    def rest(self, lines: int) -> None:
+        """After a launch of so many lines: what a large one touched is given back."""
+        used = lines * runtime.LINE_BYTES + self.state.bytewise_used * runtime.BYTEWISE
+        if used > KEPT_BYTES and self._trace is not None:
+            self._trace.madvise(mmap.MADV_DONTNEED)
+
+
+_workspaces: list[_Workspace] = []
+"""Those at rest: as many as launches ran at once."""
+
+
+def _reserved(size: int) -> tuple[mmap.mmap, int]:
+    """Memory that is there when it is touched, and its address."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 class Machine:
     """A lowered kernel, compiled for this CPU."""
 
@@ -105,7 +147,7 @@ class Machine:
         import llvmlite.binding as llvm
 
         self.lowered, self.traced = lowered, traced
-        self.params = instrument.params(lowered.llvm)[1]
+        self._words = len(instrument.params(lowered.llvm)[1]) - 6
         self._run = runtime.load()
         target = _target()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
@@ -113,65 +155,69 @@ class Machine:
         self._engine.finalize_object()
         self._entry = self._engine.get_function_address("hal_entry")
         self._constants = self._engine.get_global_value_address("hal_constants")
-        self._lock = threading.Lock()
-        self._state = runtime.State()
-        self._sink = ctypes.create_string_buffer(8192)
-        self._arena = mmap.mmap(-1, ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        self._arena_at = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
 
     def __call__(
         self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
     ) -> dict[str, Traffic]:
-        """Run all programs. Raises what they did wrong; returns the traffic, if traced."""
-        with self._lock:
-            return self._launch(grid, args, shared)
+        """Run all programs. Raises what they did wrong; returns the traffic, if traced and recorded."""
+        words, given, names, lines = self._pack(args, shared)
+        try:
+            place = _workspaces.pop()
+        except IndexError:
+            place = _Workspace()
+        try:
+            state = place.state
+            state.arena_end, state.constants = state.arena + ARENA_BYTES, self._constants
+            state.traced, state.arguments = self.traced, len(names)
+            if self.traced:
+                place.make_room(lines)
+            self._run(self._entry, place.at, given.buffer_info()[0], words.buffer_info()[0], *grid)
+            if self.traced:
+                place.rest(lines)
+            if state.error:
+                raise self._error(state, grid, names)
+            if not self.traced or _recorded.get() is None:
+                return {}
+            return {name: _traffic(state.argument[i]) for i, name in enumerate(names)}
+        finally:
+            _workspaces.append(place)
 
-    def _launch(
-        self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
-    ) -> dict[str, Traffic]:
-        state = self._state
-        ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
-        ctypes.memset(self._sink, 0, 8192)
-        state.arena, state.arena_end = self._arena_at, self._arena_at + ARENA_BYTES
-        state.sink, state.constants = ctypes.addressof(self._sink), self._constants
-        state.traced = self.traced
-        names, types = self.lowered.args, self.lowered.types
+    def _pack(
+        self, args: Sequence[Any], shared: frozenset[str]
+    ) -> tuple[array.array[int], array.array[int], list[str], int]:
+        """The kernel's words, what the runtime must know of each tensor, the tensors' names, and the lines of memory
+        that they span."""
         words = [0] * 10  # the sync lock and the workspace, which no kernel of ours has
-        tensors: list[tuple[str, Any]] = []
-        for name, type_, value in zip(names, types, args, strict=True):
-            if type_.startswith("*"):
-                if value.device.type != "cpu":
+        given: list[int] = []
+        names: list[str] = []
+        lines = 0
+        for name, type_, value in zip(self.lowered.args, self.lowered.types, args, strict=True):
+            if type_[0] == "*":
+                if not value.is_cpu:
                     raise LoweredError(
                         f"hal: kernel {self.lowered.name}: {name} is on {value.device}; "
                         "the lowered lane runs on CPU tensors"
                     )
-                handle = runtime.HANDLE | len(tensors) << runtime.ARGUMENT_SHIFT
-                at = handle if self.traced else value.data_ptr()
-                words += [at, at, 0, value.numel(), 1]
-                tensors.append((name, value))
-            elif type_.startswith("fp"):
+                base = value.data_ptr()
+                layout = _layout(value.shape, value.stride(), value.dtype)
+                at = runtime.HANDLE | len(names) << runtime.ARGUMENT_SHIFT if self.traced else base
+                words += (at, at, 0, layout[0], 1)
+                given += (base, layout[1], name in shared)
+                given += layout[2]
+                lines += layout[1] // runtime.LINE + 2
+                names.append(name)
+            elif type_[:2] == "fp":
                 words.append(struct.unpack("<i", struct.pack("<f", value))[0])
             else:
                 words.append(value - (1 << 64) if value >= 1 << 63 else int(value))
-        if len(words) != len(self.params) - 6 or len(tensors) > runtime.MAX_ARGUMENTS:
+        if len(words) != self._words or len(names) > runtime.MAX_ARGUMENTS:
             raise LoweredError(
-                f"hal: kernel {self.lowered.name}: {len(words)} words for {len(self.params) - 6} parameters"
+                f"hal: kernel {self.lowered.name}: {len(words)} words for {self._words} parameters"
             )
-        shadow = _Shadow(state, tensors, shared) if self.traced else None
-        packed = (ctypes.c_int64 * len(words))(*words)
-        try:
-            self._run(self._entry, ctypes.addressof(state), ctypes.addressof(packed), *grid)
-        finally:
-            if shadow is not None:
-                shadow.close()
-        if state.error:
-            raise self._error(grid, tensors)
-        if not self.traced:
-            return {}
-        return {name: _traffic(state.argument[i]) for i, (name, _) in enumerate(tensors)}
+        return array.array("q", words), array.array("q", given), names, lines
 
-    def _error(self, grid: tuple[int, int, int], tensors: Sequence[tuple[str, Any]]) -> LoweredError:
-        s, name = self._state, self.lowered.name
+    def _error(self, s: runtime.State, grid: tuple[int, int, int], names: Sequence[str]) -> LoweredError:
+        name = self.lowered.name
         kind, offset, size = s.error, s.error_offset, s.error_size
         verb = "write" if s.error_access & runtime.WRITE else "read"
         program = _program(s.error_program, grid)
@@ -179,9 +225,14 @@ class Machine:
             return LoweredError(
                 f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes"
             )
+        if kind == runtime.STRAY:
+            return LoweredError(
+                f"hal: kernel {name}, program {program}: a loop over {size} bytes that are none of its buffers, which "
+                "the lane can't check"
+            )
         if kind == runtime.WILD:
             return AccessError(name, None, program, verb, 0, size)
-        argument = tensors[s.error_argument][0]
+        argument = names[s.error_argument]
         if kind == runtime.RACE:
             other = None if s.error_other < 0 else _program(s.error_other, grid)
             return RaceError(name, argument, program, other, verb, offset)
@@ -190,62 +241,17 @@ class Machine:
         return AccessError(name, argument, program, verb, distance, size)
 
 
-class _Shadow:
-    """Fills the table of arguments, and keeps two words for each byte that they span: who wrote, who read.
+@functools.lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, int, tuple[int, ...]]:
+    """Elements of a tensor, bytes from its first to the end of its last, and the runtime's words for its gaps."""
+    import torch
 
-    Arguments that share memory share them. The pages come zeroed, and only when they are touched: a
-    cache of gigabytes costs what is used of it.
-    """
-
-    def __init__(
-        self, state: runtime.State, tensors: Sequence[tuple[str, Any]], shared: frozenset[str]
-    ) -> None:
-        self._maps: list[mmap.mmap] = []
-        state.arguments = len(tensors)
-        spans = []
-        for entry, (name, t) in zip(state.argument, tensors, strict=False):
-            extent = _extent(t)
-            dims, inner = _gaps(t)
-            entry.base, entry.extent, entry.shared = t.data_ptr(), extent, name in shared
-            entry.dims, entry.inner = len(dims), inner
-            for dim, (size, stride) in zip(entry.dim, dims, strict=False):
-                dim.size, dim.stride = size, stride
-            if extent:
-                spans.append((t.data_ptr(), t.data_ptr() + extent, entry))
-        group: list[tuple[int, int, Any]] = []
-        end = 0
-        for span in sorted(spans, key=lambda s: s[:2]):
-            if group and span[0] >= end:
-                self._map(group, end)
-                group = []
-            end = max(end, span[1]) if group else span[1]
-            group.append(span)
-        if group:
-            self._map(group, end)
-
-    def _map(self, group: list[tuple[int, int, Any]], end: int) -> None:
-        start = group[0][0]
-        size = (end - start) * 4
-        both = mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        self._maps.append(both)
-        first = ctypes.c_char.from_buffer(both)
-        at = ctypes.addressof(first)
-        del first
-        for low, _, entry in group:
-            entry.writers = at + (low - start) * 4
-            entry.readers = at + size + (low - start) * 4
-
-    def close(self) -> None:
-        for m in self._maps:
-            m.close()
-
-
-def _extent(t: Any) -> int:
-    """Bytes from the first element to the end of the last."""
-    if t.numel() == 0:
-        return 0
-    last = sum((n - 1) * st for n, st in zip(t.shape, t.stride(), strict=True))
-    return int((last + 1) * t.element_size())
+    t = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    dims, inner = _gaps(t)
+    of_dims = [word for dim in dims for word in dim] + [0] * (2 * (runtime.MAX_DIMS - len(dims)))
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    extent = (last + 1) * t.element_size() if t.numel() else 0
+    return t.numel(), extent, (len(dims), inner, *of_dims)
 
 
 def _gaps(t: Any) -> tuple[list[tuple[int, int]], int]:
@@ -301,7 +307,8 @@ def _host() -> tuple[str, str, str]:
     llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     ours = [
-        Path(file).read_text(encoding="utf-8") for file in (__file__, instrument.__file__, runtime.__file__)
+        Path(file).read_text(encoding="utf-8")
+        for file in (__file__, instrument.__file__, pins.__file__, runtime.__file__)
     ]
     return cpu, features, repr((cpu, features, llvmlite.__version__, ours))
 
@@ -312,7 +319,7 @@ def _target() -> Any:
 
     cpu, features, _ = _host()
     triple = llvm.Target.from_default_triple()
-    return triple.create_target_machine(cpu=cpu, features=features, opt=1, jit=True)
+    return triple.create_target_machine(cpu=cpu, features=features + ",-prefer-256-bit", opt=2, jit=True)
 
 
 def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
@@ -330,9 +337,10 @@ def _machine_code(lowered: Lowered, traced: bool, target: Any) -> bytes:
         raise LoweringError(lowered.name, "LLVM", str(e)) from None
     module.triple = llvm.get_default_triple()
     module.data_layout = str(target.target_data)
-    # Most kernels run a few times: what costs more to compile than it saves is left out.
-    tuning = llvm.create_pipeline_tuning_options(speed_level=1)
-    tuning.loop_interleaving = tuning.slp_vectorization = tuning.loop_unrolling = False
+    # What is compiled is kept: the loops over buffers are worth vector code, and little else is.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.loop_interleaving = True
+    tuning.slp_vectorization = tuning.loop_unrolling = False
     builder = llvm.create_pass_builder(target, tuning)
     builder.getModulePassManager().run(module, builder)
     code = bytes(target.emit_object(module))

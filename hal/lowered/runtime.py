@@ -18,12 +18,15 @@ HANDLE = 1 << 62 | 1 << 40
 """A pointer argument's first byte, but for the argument's number, as a kernel gets it; see ``runtime.c``."""
 
 # Values of State.error.
-BOUNDS, RACE, WILD, MEMORY = 1, 2, 3, 4
+BOUNDS, RACE, WILD, MEMORY, STRAY = 1, 2, 3, 4, 5
 # Bits of an access.
 WRITE, COPY = 1, 2
 
 MAX_DIMS, MAX_ARGUMENTS = 4, 64
-CALLS = ("hal_alloc", "hal_check", "hal_copy", "hal_free", "hal_memcpy", "hal_memset")
+LINE = 64
+"""Bytes that the trace keeps one entry for, of LINE_BYTES, and one of BYTEWISE where programs share them."""
+LINE_BYTES, BYTEWISE = 32, 8 * LINE
+CALLS = ("hal_alloc", "hal_check", "hal_copy", "hal_free", "hal_memcpy", "hal_memset", "hal_stray")
 _FLAGS = ("-O3", "-shared", "-fPIC")
 
 
@@ -33,8 +36,9 @@ class Dim(ctypes.Structure):
 
 class Argument(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("base", "extent", "writers", "readers", "shared", "dims", "inner")),
+        *((name, ctypes.c_int64) for name in ("base", "extent", "shared", "dims", "inner")),
         ("dim", Dim * MAX_DIMS),
+        ("lines", ctypes.c_int64),
         *((name, ctypes.c_int64 * 4) for name in ("count", "bytes")),
         ("copies", ctypes.c_int64 * 2),
     )  # fmt: skip
@@ -56,6 +60,10 @@ _WORDS = (
     "constants",
     "traced",
     "arguments",
+    "lines",
+    "bytewise",
+    "bytewise_used",
+    "launch",
 )
 
 
@@ -64,6 +72,7 @@ class State(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _WORDS),
         ("free", ctypes.c_int64 * 48),
         ("argument", Argument * MAX_ARGUMENTS),
+        ("stop", ctypes.c_void_p),
     )
 
 
@@ -77,10 +86,10 @@ def load() -> Any:
     import llvmlite.binding as llvm
 
     library = _library()
-    for name, symbol in {**{c: c for c in CALLS}, "__truncsfbf2": "hal_truncsfbf2"}.items():
-        llvm.add_symbol(name, ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value)
+    for name in CALLS:
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     run = library.hal_run
-    run.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int32] * 3
+    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int32] * 3
     run.restype = None
     return run
 

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import lowered_lane
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_total_tokens": 2048, "max_running_requests": 8, "page_size": 16,
     "skip_tokenizer_init": True, "log_level": "info", "random_seed": 0,
@@ -60,12 +62,18 @@ def in_a_process(job: dict[str, Any], folder: Path) -> None:
     os.environ.update({"HAL_TRACE": str(trace), **job.get("env", {})})
     hal.reload()
     begin = time.monotonic()
+    if "fault" in job:
+        lowered_lane.inject(job["fault"])
+    kernels = folder / f"{job['name']}.kernels"
+    if lowered_lane.LOWERED:
+        lowered_lane.count_all(kernels)
     try:
         found = run(job)
         calls: dict[str, dict[str, int]] = {}
         for row in hal.trace(trace).rows:
             calls.setdefault(row.op, {})[row.backend] = row.calls
         found["trace"] = calls
+        found["kernels"] = lowered_lane.counted(kernels)
     except BaseException as e:
         found = {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}
     found["seconds"] = round(time.monotonic() - begin, 1)
@@ -80,6 +88,8 @@ def main(jobs: str, to: str) -> None:
     import torch
 
     torch.nn.functional.scaled_dot_product_attention = stock
+    if lowered_lane.LOWERED:
+        lowered_lane.declare_no_device()
     import sglang.srt.entrypoints.engine as engine
     from sglang.srt.plugins import load_plugins
 

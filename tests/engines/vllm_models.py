@@ -72,6 +72,21 @@ def tiny_model(shape: str) -> Path:
     return path
 
 
+def cut_smollm2(layers: int) -> Path:
+    """The first layers of it. Kept too."""
+    import transformers
+
+    whole = smollm2()
+    path = whole.with_name(f"{whole.name}-{layers}-layers")
+    if not (path / "config.json").exists():
+        made = path.with_name(f"{path.name}.{os.getpid()}")
+        transformers.LlamaForCausalLM.from_pretrained(
+            whole, num_hidden_layers=layers, dtype=torch.float32
+        ).save_pretrained(made)
+        os.replace(made, path)
+    return path
+
+
 def smollm2() -> Path:
     """SmolLM2-135M in float32, as transformers saves a model. Kept between runs: it takes a minute."""
     path = Path(_env.cache_dir()) / "models" / f"smollm2-{hal.__version__}"

@@ -1,8 +1,8 @@
 """Runs vLLM in this process, on several models one after the other: ``python vllm_worker.py jobs.json results.json``.
 
 A job names a model's folder, what is added to the environment, settings of ``LLM``, and rounds of prompts; its result
-says which tokens came, what the model was built of, and which of hal's ops ran on which backend. What a job raises is
-its result too.
+says which tokens came, what the model was built of, and which of hal's ops ran on which backend; and in the lowered
+lane, how often each kernel was started, and what the trace saw of it. What a job raises is its result too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import lowered_lane
 
 KV_BYTES = 64 << 20
 """Of the cache: a request of 256 tokens of SmolLM2 takes 12 MB of it.
@@ -59,6 +61,9 @@ def clean() -> None:
     """One model's memory at a time, and its groups of processes: a model of experts wants one more than others."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
+    rotary = sys.modules.get("hal.engines.vllm.rotary")
+    if rotary is not None:
+        rotary._bound.cache_clear()  # the next job may be another backend's
     gc.collect()
     destroy_model_parallel()
     destroy_distributed_environment()
@@ -105,7 +110,11 @@ def main(jobs: str, results: str) -> None:
                 engine = None
                 clean()
                 engine = wanted, *build(job)
-            found = run(job, *engine[1:])
+            if "fault" in job:
+                lowered_lane.inject(job["fault"])
+            with lowered_lane.watched() as kernels:
+                found = run(job, *engine[1:])
+            found["kernels"] = kernels
         except Exception as e:
             engine = None
             found = {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}

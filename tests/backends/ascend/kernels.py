@@ -47,3 +47,22 @@ def from_nothing(src, dst, n, BLOCK: tl.constexpr):
 def big(src, dst, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(dst + i, tl.load(src + i) + 1)
+
+
+@launch.jit
+def meet(dst, last):
+    """Each program writes its own element, the last one the first's too."""
+    program = tl.program_id(0)
+    tl.store(dst + program, program)
+    if program == last:
+        tl.store(dst, program)
+
+
+@launch.jit
+def read_all(src, dst, n, writer, BLOCK: tl.constexpr):
+    """Each program reads all of `src`, one of them writes its first element."""
+    i = tl.arange(0, BLOCK)
+    x = tl.load(src + i, mask=i < n, other=0)
+    tl.store(dst + tl.program_id(0) * BLOCK + i, x, mask=i < n)
+    if tl.program_id(0) == writer:
+        tl.store(src, writer)

@@ -12,7 +12,7 @@ from ascend import kernels, sabotage
 
 from hal import lowered
 from hal.lowered import compile as compiler
-from hal.lowered import instrument, machine, runtime, toolchain
+from hal.lowered import instrument, machine, pins, runtime, toolchain
 
 I32 = torch.int32
 
@@ -112,6 +112,89 @@ def test_gaps_that_can_be_named() -> None:
     # Rows that overlap, and more dims than an entry holds: every byte of the extent counts as the tensor's.
     assert machine._gaps(torch.zeros(40, dtype=I32).as_strided((5, 8), (4, 1))) == ([], 0)
     assert machine._gaps(torch.zeros(3, 3, 3, 3, 3, 3, dtype=I32)[::2, ::2, ::2, ::2, ::2, ::2]) == ([], 0)
+
+
+def test_a_race_inside_one_line_of_memory() -> None:
+    """What several programs have touched is known by the byte."""
+    dst = torch.zeros(4, dtype=I32)
+    kernels.meet((4,), dst, 9)
+    assert dst.tolist() == [0, 1, 2, 3]
+    with pytest.raises(lowered.RaceError) as caught:
+        kernels.meet((4,), dst, 3)
+    assert (caught.value.program, caught.value.other, caught.value.offset) == ((3, 0, 0), (0, 0, 0), 0)
+
+
+@pytest.mark.parametrize("kept", [machine.KEPT_BYTES, 0])
+def test_a_write_after_many_reads_is_a_race(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the memory of the trace is given back between launches; and no launch hears of the one before."""
+    monkeypatch.setattr(machine, "KEPT_BYTES", kept)
+    src, dst = torch.arange(40, dtype=I32), torch.zeros(192, dtype=I32)
+    for _ in range(2):
+        kernels.read_all((3,), src, dst, 40, 9, BLOCK=64)
+        assert torch.equal(dst.view(3, 64)[:, :40], src.expand(3, 40))
+        with pytest.raises(lowered.RaceError, match="would write what several programs have read") as caught:
+            kernels.read_all((3,), src, dst, 40, 2, BLOCK=64)
+        assert caught.value.offset == 0
+    # One program alone may do both.
+    kernels.read_all((1,), src, dst, 40, 0, BLOCK=64)
+
+
+# --- loops over whole buffers -------------------------------------------------------------------------------
+
+
+LOOP = """module {
+  linalg.generic {a} ins(%a, %b, %a : memref<4xf32>, memref<?xf32>, memref<4xf32>) outs(%c : TYPE) {
+}"""
+
+
+def test_plain_buffers_are_pinned() -> None:
+    text = pins.pin(LOOP.replace("TYPE", "memref<2x2xi1>"))
+    assert "ins(%hal.pin1_0, %b, %hal.pin1_0 : memref<4xf32>, memref<?xf32>, memref<4xf32>)" in text
+    assert "outs(%hal.pin1_1 : memref<2x2xi1>)" in text
+    assert "%hal.pin1_1 = func.call @hal_pin_4_2x2xi1(%c) : (memref<2x2xi1>) -> memref<2x2xi1>" in text
+    strided = pins.pin(LOOP.replace("TYPE", "memref<2x2xf32, strided<[4, 1]>>"))
+    assert "outs(%c : memref<2x2xf32, strided<[4, 1]>>)" in strided
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loop_over_what_is_no_buffer_is_an_error(own: bool) -> None:
+    kind = "{ ptr, ptr, i64, [1 x i64], [1 x i64] }"
+    words = ", ".join([*(f"i64 %w{i}" for i in range(10)), "ptr %x, ptr %same, i64 %o, i64 %n, i64 %s"])
+    at = "%buffer" if own else "%x"
+    llvm = f"""define void @k({words}, {", ".join(f"i32 %g{i}" for i in range(6))}) {{
+  %buffer = call ptr @malloc(i64 16)
+  %pinned = call {kind} @hal_pin_16_4xf32(ptr {at}, ptr {at}, i64 0, i64 4, i64 1)
+  %start = extractvalue {kind} %pinned, 1
+  %last = getelementptr float, ptr %start, i64 3
+  store float 2.5, ptr %last, align 4
+  %found = load float, ptr %last, align 4
+  store float %found, ptr %x, align 4
+  ret void
+}}
+declare ptr @malloc(i64)
+declare {kind} @hal_pin_16_4xf32(ptr, ptr, i64, i64, i64)
+"""
+    form = lowered.Lowered("k", ("x",), ("*fp32",), {}, "", llvm, f"pinned {own}")
+    x = torch.zeros(4)
+    if own:
+        machine.launch(form, (1,), (x,), frozenset())
+        assert x.tolist() == [2.5, 0, 0, 0]
+    else:
+        with pytest.raises(lowered.LoweredError, match="a loop over 16 bytes that are none of its buffers"):
+            machine.launch(form, (1,), (x,), frozenset())
+        assert not x.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bf16_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
+    bits = torch.tensor(
+        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00018000, 0x7F800001, -0x7FFFFFFF - 1]
+    )
+    src = bits.to(torch.int32).view(torch.float32).to(dtype)
+    dst = torch.zeros(7, dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    sabotage.overlapping((1,), src, dst, 7, BLOCK=8)
+    assert torch.equal(dst.nan_to_num(3.0), src.to(dst.dtype).nan_to_num(3.0))
+    assert dst.isnan().tolist() == src.isnan().tolist()
 
 
 # --- IR that the lane does not know -----------------------------------------------------------------------
