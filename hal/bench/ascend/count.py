@@ -17,8 +17,8 @@ from typing import Any
 from hal._errors import HalError
 from hal.bench.ascend.ir import COPIES, KINDS, UNITS
 from hal.bench.ascend.translate import program
-from hal.lowered import Lowered, lower, toolchain
-from hal.lowered.lower import runtime_args
+from hal.lowered import Lowered, toolchain
+from hal.lowered.lower import find
 
 _ROOM = 16
 
@@ -85,8 +85,8 @@ def counting() -> Iterator[list[Counted]]:
         constexprs: Mapping[str, Any],
         options: Any = None,
     ) -> None:
-        form = lower(jit_fn, args, constexprs, options)
-        seen.append(count(form, grid, runtime_args(form, jit_fn, args)))
+        form, taken = find(jit_fn, args, constexprs, options)
+        seen.append(count(form, grid, [args[i] for i in taken]))
 
     with _lock:
         real, lane.run = lane.run, instead
