@@ -64,7 +64,7 @@ def _calls(
         random(bs * tokens, kv_heads, size),
         random(bs * tokens, kv_heads, size),
     )
-    table = torch.randperm(bs * each, generator=g, device="cpu").to(torch.int32).view(bs, each)
+    table = torch.randperm(bs * each, generator=g, dtype=torch.int32, device="cpu").view(bs, each)
     slots = (table.long().unsqueeze(2) * BLOCK + _host.arange(BLOCK)).flatten(1)[:, :tokens].reshape(-1)
     starts = _host.arange(0, bs * new + 1, new).to(torch.int32)
     scale = size**-0.5

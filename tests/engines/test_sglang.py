@@ -326,7 +326,7 @@ def test_installed_is_not_switched_on() -> None:
         "platform": "SRTPlatform", "functions": ["sglang.srt.mem_cache.allocation",
         "sglang.srt.model_executor.forward_batch_info"], "wrapped": [False, False], "hooks": 0, "decode": True,
         "rotary": False, "triton": "sglang.srt.layers.attention.attention_registry", "choice": 1,
-        "modules": ["hal.engines.sglang.vision", "hal.engines.sglang.limits"],
+        "modules": ["hal.engines.sglang.vision", "hal.engines.sglang.apart", "hal.engines.sglang.limits"],
     }  # fmt: skip
 
 

@@ -26,25 +26,28 @@ from hal.engines.sglang import vision
 
 vision.declare_operators()
 
-from engines import vllm_models  # noqa: E402
+from engines import drafts, vllm_models  # noqa: E402
 
 HERE = Path(__file__).parent
-STEPS, NEW, LAYERS = 3, 24, 2
+STEPS, NEW = 3, 24
+DRAFTED = {
+    "speculative_eagle_topk": 1, "speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1,
+    "page_size": 16,
+}  # fmt: skip
 ENGINES: dict[str, dict[str, Any]] = {
     "ngram": {
         "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": 5,
         "page_size": 1,
     },
-    "standalone": {
-        "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1, "speculative_num_steps": STEPS,
-        "speculative_num_draft_tokens": STEPS + 1, "page_size": 16,
-    },
+    "standalone": {"speculative_algorithm": "STANDALONE", **DRAFTED},
+    "eagle": {"speculative_algorithm": "EAGLE", **DRAFTED},
 }  # fmt: skip
 EVERY = {
     "assign_extend_cache_locs", "build_kv_indices", "compute_positions", "extend_attention", "kv_write",
     "rope_kv_write", "write_req_to_token",
 }  # fmt: skip
-MORE = {"ngram": {"kv_move"}, "standalone": {"decode_attention", "alloc_extend", "get_last_loc"}}
+PAGED = {"decode_attention", "alloc_extend", "get_last_loc"}
+MORE = {"ngram": {"kv_move"}, "standalone": PAGED, "eagle": PAGED}
 
 
 def prompts() -> list[list[int]]:
@@ -56,11 +59,18 @@ def prompts() -> list[list[int]]:
 def jobs() -> dict[str, dict[str, Any]]:
     """Prompts of different lengths at once, and the same again."""
     llama = str(vllm_models.tiny_model("llama-gqa"))
-    made: dict[str, dict[str, Any]] = {
-        name: {"model": llama, "rounds": [prompts(), prompts()], "new": NEW, "engine": engine}
-        for name, engine in ENGINES.items()
+    models = {
+        "ngram": (llama, None),
+        "standalone": (llama, llama),
+        "eagle": (str(drafts.target()), str(drafts.eagle())),
     }
-    made["standalone"]["engine"]["speculative_draft_model_path"] = llama
+    made: dict[str, dict[str, Any]] = {
+        name: {
+            "model": models[name][0], "rounds": [prompts(), prompts()], "new": NEW,
+            "engine": {**engine, "speculative_draft_model_path": models[name][1]},
+        }
+        for name, engine in ENGINES.items()
+    }  # fmt: skip
     for name, job in made.items():
         job["name"] = name
     return made
@@ -125,17 +135,18 @@ def test_cached_prefixes_are_used(job: str) -> None:
     assert max(result(job)["rounds"][1]["cached"]) >= 16
 
 
-def test_every_layer_of_every_step() -> None:
+@pytest.mark.parametrize(("job", "layers"), [("standalone", 2), ("eagle", 1)])
+def test_every_layer_of_every_step(job: str, layers: int) -> None:
     """A step is two drafts that are read, the target's verification, and the draft model's reading of what it took."""
-    calls = result("standalone")["calls"]
+    calls = result(job)["calls"]
     steps = calls["assign_extend_cache_locs"]
-    assert calls["decode_attention"] == LAYERS * (STEPS - 1) * steps
+    assert calls["decode_attention"] == layers * (STEPS - 1) * steps
     # Prompts are read by both models. `compute_positions` is not asked when verifying. The counts are written while the
     # worker's last prompt runs: its two forwards may lack their layers.
-    assert 0 <= LAYERS * (calls["compute_positions"] + steps) - calls["extend_attention"] <= 2 * LAYERS
+    assert 0 <= layers * (calls["compute_positions"] + steps) - calls["extend_attention"] <= 2 * layers
 
 
-@pytest.mark.parametrize(("job", "rounds"), [("ngram", 2), ("standalone", 2)])
+@pytest.mark.parametrize(("job", "rounds"), [("ngram", 2), ("standalone", 2), ("eagle", 2)])
 def test_drafts_are_taken(job: str, rounds: int) -> None:
     """In fewer steps than one a token: n-grams find the second round's tokens in the first one's."""
     assert result(job)["calls"]["assign_extend_cache_locs"] < rounds * (NEW - 1) * 3 // 4

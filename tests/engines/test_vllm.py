@@ -32,6 +32,7 @@ TIGHT = {
 }  # fmt: skip
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
 LATENT = {"mla_kv_write", "kv_transfer"}
+DRAFTS = {"num_speculative_tokens": 3}
 ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write")
 
 
@@ -84,6 +85,11 @@ def jobs() -> dict[str, dict[str, Any]]:
         "float16": {"model": llama, "rounds": [prompts()], "llm": {"dtype": "float16"}},
         "compiled": {"model": llama, "rounds": [prompts()], "llm": {"enforce_eager": False}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "llm": {"kv_cache_dtype": "fp8"}},
+        # Prompts that repeat themselves, and a draft model that is the target.
+        "ngrams": {"model": llama, "rounds": [[p * 3 for p in prompts((6, 9, 4, 12))]], "new": 16,
+                   "llm": {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3, **DRAFTS}}},
+        "drafts": {"model": llama, "rounds": [prompts((6, 9, 4, 12))], "new": 16,
+                   "llm": {"speculative_config": {"method": "draft_model", "model": llama, **DRAFTS}}},
         "flag": {"model": llama, "rounds": [prompts()], "llm": {"attention_backend": "CUSTOM"}},
         "alibi": {"model": str(vllm_models.tiny_model("bloom-alibi")), "rounds": [prompts((3,))]},
     }  # fmt: skip
@@ -101,7 +107,7 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": ({}, [*COMPARED, "flag"]),
     "cpu": (
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"},
-        [*COMPARED, *SHAPES[1:], "odd-blocks", "float16", "fp8-cache", "mla-fp8-cache"],
+        [*COMPARED, *SHAPES[1:], "odd-blocks", "float16", "fp8-cache", "mla-fp8-cache", "ngrams", "drafts"],
     ),
     "reference": (
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "reference"},
@@ -181,7 +187,9 @@ def ran(found: dict[str, Any]) -> dict[str, set[str]]:
 # --- tokens -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("worker", "job"), [r for r in RAN if r[1] in ("smollm2", *SHAPES, *SCENARIOS)])
+@pytest.mark.parametrize(
+    ("worker", "job"), [r for r in RAN if r[1] in ("smollm2", *SHAPES, *SCENARIOS, "ngrams", "drafts")]
+)
 def test_tokens_are_transformers(worker: str, job: str) -> None:
     started()  # they work while transformers does
     given = jobs()[job]
@@ -232,6 +240,17 @@ def test_latent_attention_took_both_ways(worker: str, job: str) -> None:
     assert found["rounds"][1]["cached"][:2] == [32, 32]
     unfolded, extended = (sum(found["trace"][op].values()) for op in ("kv_transfer", "extend_attention"))
     assert 0 < unfolded < extended
+
+
+def test_drafts_are_verified_several_at_once() -> None:
+    """Queries of more than one token past the prompts. A draft that is always taken saves three steps of four."""
+    layers, new = 2, jobs()["drafts"]["new"]
+    calls = {
+        job: {op: by["cpu"] for op, by in result("cpu", job)["trace"].items()} for job in ("ngrams", "drafts")
+    }
+    assert all(found["extend_attention"] > 2 * layers for found in calls.values())
+    # Of a step: the draft model's forwards, and the target's one.
+    assert calls["drafts"]["kv_write"] < layers * new * (1 + DRAFTS["num_speculative_tokens"]) / 2
 
 
 # --- who ran ----------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import lowered_lane
-
 KV_BYTES = 64 << 20
 """Of the cache: a request of 256 tokens of SmolLM2 takes 12 MB of it.
 
@@ -94,6 +92,8 @@ def run(job: dict[str, Any], llm: Any, counts: Counter[str]) -> dict[str, Any]:
 
 
 def main(jobs: str, results: str) -> None:
+    import lowered_lane  # beside this file; who imports this one as a module does not run it
+
     done: dict[str, Any] = {}
     engine: tuple[Any, ...] | None = None
     for job in json.loads(Path(jobs).read_text()):

@@ -91,8 +91,8 @@ def in_pages(args: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     indices = args["kv_indices"]
-    pages = torch.arange(params["slots"] // PAGE).flip(0)
-    slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    pages = torch.arange(params["slots"] // PAGE, dtype=torch.int64, device="cpu").flip(0)
+    slots = (pages[:, None] * PAGE + torch.arange(PAGE, dtype=torch.int64, device="cpu")).flatten()
     return {**args, "kv_indices": slots[: indices.shape[0]].to(indices.dtype)}
 
 
