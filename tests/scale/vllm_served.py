@@ -14,6 +14,8 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
     "enable_prefix_caching": False, "disable_log_stats": True, "seed": 0, "block_size": 16,
     "num_gpu_blocks_override": 64,
+    # In bytes, or vLLM asks the machine for nearly all its memory.
+    "kv_cache_memory_bytes": 64 << 20,
 }  # fmt: skip
 
 
