@@ -185,6 +185,31 @@ def test_a_device_that_is_none(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("link", "--device", "npu"), "link: --device: expected cpu or cuda; got 'npu'"),
+        (("link", "--tokens", "17"), "link: --tokens: expected a multiple of 16, > 0; got 17"),
+        (("link", "--layers", "0"), "link: --layers: expected an int > 0; got 0"),
+        (("link", "--rounds", "-1"), "link: --rounds: expected an int > 0; got -1"),
+        (("--model",), "--model: expected --device ascend --model; got --device"),
+        (("engine", "other"), "engine: NAME: expected vllm; got 'other'"),
+        (("engine", "vllm", "--shape", "none"), "engine: --shape: expected "),
+        (
+            ("engine", "vllm", "--decode", "1by2"),
+            "engine: --decode: expected such as 1x1024,32x1024; got '1by2'",
+        ),
+        (("engine", "vllm", "--ttft", "long"), "engine: --ttft: expected such as 4096,32768; got 'long'"),
+        (("engine", "vllm", "--vllm", "{"), "engine: --vllm: expected JSON; got '{'"),
+    ],
+)
+def test_options_of_benches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], says: str
+) -> None:
+    assert run(monkeypatch, "bench", *options) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ["gpu", "gpu:0", "CUDA", "", "cuda:x", None, 3.5])
 def test_bind_of_a_device_that_is_none(device: Any) -> None:
     with pytest.raises(hal.ArgumentError, match="bind: device: expected a device of torch's: cpu, cuda") as e:

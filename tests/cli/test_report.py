@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plugins import Plugins, manifest
 
+import hal
 from hal import _doctor, _private, _report, _report_steps, cli
 from hal.conformance._schema import misfits
 
@@ -214,3 +216,17 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as e:
         cli.main()
     assert e.value.code == 2
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_head"])
+def test_samples_are_placed(layout: str) -> None:
+    """Pools keep their layout and page size, other values stay what they are."""
+    shape = (2, 8, 2, 4) if layout == "layer_first" else (2, 2, 4, 2, 4)
+    made = [torch.zeros(shape, dtype=torch.float32, device="cpu") for _ in range(2)]
+    cpu = torch.device("cpu")
+    found = _report_steps._placed(hal.KVPool(*made, layout=layout, page_size=4), cpu)
+    assert (found.layout, found.page_size) == (layout, 4)
+    apart = hal.KVPool(*(tuple(torch.zeros(2, 8, 2, 4)) for _ in range(2)), page_size=4)
+    assert _report_steps._placed(apart, cpu).num_layers == 2
+    assert _report_steps._placed(made[0], torch.device("meta")).device.type == "meta"
+    assert _report_steps._placed(3.5, cpu) == 3.5

@@ -7,8 +7,8 @@ import torch
 
 import hal
 from hal.engines import join_parts, join_sinks
-from hal.engines._masks import attend_trees
-from hal.engines._mrope import axes_of
+from hal.engines._masks import attend_trees, lists_of_tokens
+from hal.engines._mrope import axes_of, rows_of_tokens
 
 N, HEADS, DIM, KEYS = 5, 4, 8, 9
 
@@ -88,3 +88,27 @@ def test_trees(prefixes: list[int]) -> None:
 def test_axes() -> None:
     assert axes_of((2, 3, 3), interleaved=False) == [0, 0, 1, 1, 1, 2, 2, 2]
     assert axes_of((4, 2, 2), interleaved=True) == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_rows_of_tokens() -> None:
+    """Each lane of a token's row is from the row of its own axis's position."""
+    table = torch.arange(40.0).view(10, 4)
+    positions = torch.tensor([[3, 0, 9], [1, 5, 2], [7, 7, 4]])
+    rows, tokens = rows_of_tokens(table, positions, torch.tensor([0, 2, 0, 2]))
+    assert rows.is_contiguous()
+    assert tokens.tolist() == [0, 1, 2]
+    assert rows.tolist() == [[12, 29, 14, 31], [0, 29, 2, 31], [36, 17, 38, 19]]
+
+
+@pytest.mark.parametrize("skip_prefix", [False, True])
+def test_lists_of_tokens(skip_prefix: bool) -> None:
+    """Two requests: two queries over three keys, one over two."""
+    mask = torch.tensor([0, 1, 0, 1, 1, 1, 0, 0], dtype=torch.int8)
+    slots = torch.tensor([7, 4, 9, 2, 5], dtype=torch.int32)
+    starts, qo, kv = torch.tensor([0, 6, 8]), torch.tensor([0, 2, 3]), torch.tensor([0, 3, 5])
+    indptr, indices = lists_of_tokens(mask, starts, qo, kv, slots, skip_prefix)
+    assert indptr.tolist() == [0, 3, 6, 8]
+    want = [-1, 4, -1, 7, 4, 9, -1, -1]
+    if skip_prefix:  # one key of the first request, one of the second
+        want[0], want[6] = 7, 2
+    assert indices.tolist() == want
