@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
-from hal.kv.view import count_slots, page_size, strides
+from hal.backends.ascend._device import TILE_BYTES, page_of, pow2, vector_cores
+from hal.kv.view import count_slots, strides
 
 
 @triton.jit
@@ -206,7 +206,7 @@ class Tiling:
 def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int) -> Tiling:
     """For the heads of these arguments, and at most as many rows as are `wanted`, rounded up to a power of two."""
     k_dim, v_dim = q.shape[-1], v_cache.shape[-1]
-    page, slots = page_size(k_cache), count_slots(k_cache)
+    page, slots = page_of(k_cache), count_slots(k_cache)
     cores, of_k, of_v = vector_cores(q.device), strides(k_cache), strides(v_cache)
     b_v, part = max(16, pow2(v_dim)), max(16, pow2(k_dim + 1) // 2)
     rest = max(0, k_dim - part)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.kv.view import page_size
+
 VECTOR_CORES = 40
 """Of an Ascend910B3. A launch has at most as many programs; each goes on to the next piece of work."""
 
@@ -42,6 +44,11 @@ def slots_on(slots: Tensor, device: torch.device) -> Tensor:
     if slots.device == device:
         return slots
     return slots.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def page_of(cache: Tensor) -> int:
+    """Tokens of a page, at least 1: kernels divide by it, a compiler before they have asked whether there is a slot."""
+    return max(1, page_size(cache))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend._attention import over, rows
-from hal.backends.ascend._device import cdiv, pow2, vector_cores
+from hal.backends.ascend._device import cdiv, page_of, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import cache_refusal
-from hal.kv.view import count_slots, page_size, strides
+from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -132,7 +132,7 @@ def extend_attention(
     _extend_attention(
         (min(vector_cores(q.device), (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
         q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, n, nnz, count_slots(k_cache), page_size(k_cache), min(sliding_window, nnz), q.stride(0), q.stride(1),
+        bs, n, nnz, count_slots(k_cache), page_of(k_cache), min(sliding_window, nnz), q.stride(0), q.stride(1),
         *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
         CAP=logit_cap > 0, CAUSAL=causal, WINDOW=sliding_window >= 0, LSE=lse is not None,

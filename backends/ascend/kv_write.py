@@ -13,9 +13,9 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, page_of, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import cache_refusal
-from hal.kv.view import count_slots, page_size, strides
+from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -58,7 +58,7 @@ def kv_write(
     """The contract is `hal.ops.kv_write`'s; no fp8 cache, so no scale is read."""
     n, heads, head_dim = k.shape
     v_dim = v.shape[2]
-    page, num_slots = page_size(k_cache), count_slots(k_cache)
+    page, num_slots = page_of(k_cache), count_slots(k_cache)
     if n == 0 or num_slots == 0:
         return
     b_k, b_v = pow2(head_dim), pow2(v_dim)

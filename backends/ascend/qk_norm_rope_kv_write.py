@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, page_of, pow2, vector_cores
 from hal.backends.ascend.rope_kv_write import INTS, TENSORS, cache_refusal, half_tile
-from hal.kv.view import count_slots, page_size, strides
+from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -220,7 +220,7 @@ def qk_norm_rope_kv_write(
     if k_cache is not None and v_cache is not None and v is not None:
         cached = True
         v_dim, v_token, v_head = v.shape[-1], v.stride(0), v.stride(1)
-        page, num_slots = page_size(k_cache), count_slots(k_cache)
+        page, num_slots = page_of(k_cache), count_slots(k_cache)
         kc, vc = strides(k_cache), strides(v_cache)
     half, tail = rotary // 2, head_dim - rotary
     # Twice what rope alone keeps, and pairs, which are taken apart and together, four times that: measured.
