@@ -224,4 +224,6 @@ def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int) -> Tiling:
     flat = all(p == page * token for p, token, _ in (of_k, of_v))
     shared = v_cache.data_ptr() == k_cache.data_ptr() and of_v == of_k and v_dim == part
     static |= {"KEYS": keys, "K_A": part, "K_B": max(16, pow2(rest)) if rest else 0, "B_V": b_v}
-    return Tiling(tile, cores // 2, slots if flat else page, {**static, "RUNS": runs, "SHARED": shared})
+    return Tiling(
+        tile, cores // 2, max(1, slots) if flat else page, {**static, "RUNS": runs, "SHARED": shared}
+    )

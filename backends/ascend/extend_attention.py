@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._attention import over, rows
-from hal.backends.ascend._device import cdiv, page_of, pow2, vector_cores
+from hal.backends.ascend._attention import over, over_tiles, tiling
+from hal.backends.ascend._device import cdiv, pow2
 from hal.backends.ascend.rope_kv_write import cache_refusal
 from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
@@ -37,19 +37,20 @@ def _extend_attention(
     q, k_cache, v_cache, qo_indptr, kv_indptr, indices, out, lse, scale, cap,
     bs, n, nnz, num_slots, page, window, q_token, q_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     o_token, o_head, l_token,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, B_K: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, LSE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr, B_V: tl.constexpr,
+    CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, SHARED: tl.constexpr,
+    LSE: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     ROWS: tl.constexpr = TOKENS * HEADS
     token = tl.arange(0, TOKENS)[:, None, None]
     member = tl.arange(0, HEADS)[None, :, None]
-    wide_k = tl.arange(0, B_K)[None, None, :]
-    wide_v = tl.arange(0, B_V)[None, None, :]
-    t = tl.reshape(
-        tl.arange(0, TOKENS)[:, None].to(tl.float32) + tl.zeros([TOKENS, HEADS], tl.float32), (ROWS,)
-    )
+    wide_a = tl.arange(0, K_A)[None, None, :]
+    line = tl.arange(0, ROWS)[:, None]
+    few = tl.arange(0, HEADS)[:, None]
+    wide = tl.arange(0, B_V)[None, :]
+    t = tl.floor(tl.arange(0, ROWS).to(tl.float32) * (1.0 / HEADS))
     programs = tl.num_programs(0)
     # The first of a request's pieces that is this program's.
     mine = tl.cast(tl.program_id(0), tl.int64)
@@ -75,36 +76,58 @@ def _extend_attention(
             if CAUSAL:
                 end = tl.minimum(end, own + tokens)
             at = q + (first + done) * q_token + head * q_head
+            there = (token < tokens) & (member < heads)
             x = tl.load(
-                at + token * q_token + member * q_head + wide_k,
-                mask=(token < tokens) & (member < heads) & (wide_k < K_DIM),
-                other=0.0,
+                at + token * q_token + member * q_head + wide_a, mask=there & (wide_a < K_DIM), other=0.0
             )
-            x = tl.reshape(x.to(tl.float32), (ROWS, B_K)) * scale
-            acc, top, total = over(
-                x, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
-                kc_page, kc_token, vc_page, vc_token, cap, t, own, window, ROWS, K_DIM, V_DIM, B_K, B_V, CAP, CAUSAL,
-                WINDOW,
-            )  # fmt: skip
+            x = tl.reshape(x, (ROWS, K_A))
+            if KEYS:
+                xb = None
+                if K_B:
+                    wide_b = K_A + tl.arange(0, K_B)[None, None, :]
+                    xb = tl.load(
+                        at + token * q_token + member * q_head + wide_b,
+                        mask=there & (wide_b < K_DIM),
+                        other=0.0,
+                    )
+                    xb = tl.reshape(xb, (ROWS, K_B))
+                acc, top, total = over_tiles(
+                    x, xb, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots,
+                    page, kc_page, kc_token, vc_page, vc_token, scale, cap, t[:, None], own, window, ROWS, KEYS, K_DIM,
+                    V_DIM, K_A, K_B, B_V, CAP, CAUSAL, WINDOW, RUNS, SHARED,
+                )  # fmt: skip
+            else:
+                acc, top, total = over(
+                    x.to(tl.float32) * scale, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start,
+                    end, num_slots, page, kc_page, kc_token, vc_page, vc_token, cap, t, own, window, ROWS, K_DIM, V_DIM,
+                    K_A, B_V, CAP, CAUSAL, WINDOW,
+                )  # fmt: skip
             # Nothing seen: zeros, not 0 / 0.
             found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             to = out + (first + done) * o_token + head * o_head
-            tl.store(
-                to + token * o_token + member * o_head + wide_v,
-                tl.reshape(found.to(out.dtype.element_ty), (TOKENS, HEADS, B_V)),
-                mask=(token < tokens) & (member < heads) & (wide_v < V_DIM),
-            )
-            if LSE:
-                # A number's row is 32 bytes: bishengir-compile 1.2.0 aborts on a reshaped tile with shorter rows.
-                sums = tl.reshape(
-                    (top + tl.log(total))[:, None] + tl.zeros([ROWS, 8], tl.float32), (TOKENS, HEADS, 8)
-                )
-                only = tl.arange(0, 8)[None, None, :]
-                tl.store(
-                    lse + (first + done) * l_token + head + token * l_token + member + only,
-                    sums,
-                    mask=(token < tokens) & (member < heads) & (only < 1),
-                )
+            found = found.to(out.dtype.element_ty)
+            sums = (top + tl.log(total))[:, None] + tl.zeros([ROWS, 8], tl.float32)
+            only = tl.arange(0, 8)[None, :]
+            # Two dimensions at a time: bishengir-compile's A5 form aborts on three next to the cube's products.
+            if HEADS == 1:
+                tl.store(to + line * o_token + wide, found, mask=(line < tokens) & (wide < V_DIM))
+                if LSE:
+                    at_lse = lse + (first + done) * l_token + head + line * l_token + only
+                    tl.store(at_lse, sums, mask=(line < tokens) & (only < 1))
+            else:
+                for i in tl.static_range(TOKENS):
+                    these = tl.where(i < tokens, heads, 0)
+                    tl.store(
+                        to + i * o_token + few * o_head + wide,
+                        tl.extract_slice(found, [i * HEADS, 0], [HEADS, B_V], [1, 1]),
+                        mask=(few < these) & (wide < V_DIM),
+                    )
+                    if LSE:
+                        tl.store(
+                            lse + (first + done + i) * l_token + head + few + only,
+                            tl.extract_slice(sums, [i * HEADS, 0], [HEADS, 8], [1, 1]),
+                            mask=(few < these) & (only < 1),
+                        )
         mine = (mine - pieces) % programs
         mine = tl.where(mine < 0, mine + programs, mine)
 
@@ -116,7 +139,7 @@ def extend_attention(
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The contract is `hal.ops.extend_attention`'s; no fp8 cache, so no scale is read."""
-    n, q_heads, head_dim = q.shape
+    n, q_heads, _head_dim = q.shape
     kv_heads, v_dim = v_cache.shape[-2:]
     bs = qo_indptr.shape[0] - 1
     if out is None:
@@ -125,17 +148,16 @@ def extend_attention(
         return out
     nnz = kv_indices.shape[0]
     group = q_heads // kv_heads
-    b_k, b_v = pow2(head_dim), pow2(v_dim)
-    tile = rows(b_k, b_v)
-    heads = min(pow2(group), tile)
-    tokens = tile // heads
+    tile = tiling(q, k_cache, v_cache, 64)
+    heads = min(pow2(group), tile.rows)
+    tokens = tile.rows // heads
     _extend_attention(
-        (min(vector_cores(q.device), (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
+        (min(tile.cores, (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
         q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, n, nnz, count_slots(k_cache), page_of(k_cache), min(sliding_window, nnz), q.stride(0), q.stride(1),
+        bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
         *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
-        CAP=logit_cap > 0, CAUSAL=causal, WINDOW=sliding_window >= 0, LSE=lse is not None,
+        KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, CAP=logit_cap > 0, CAUSAL=causal,
+        WINDOW=sliding_window >= 0, LSE=lse is not None, **tile.static,
     )  # fmt: skip
     return out
 

@@ -29,6 +29,14 @@ def test_lint_finds_a_gather() -> None:
     assert lint(lowered_form("last_loc_masked", t.view(1, 8), t, t, t, 8, 8, BLOCK=16)) == Lint(1, 0, 0)
 
 
+def test_a_part_of_a_tile_is_no_gather() -> None:
+    """triton-ascend marks it as it marks an access by element; that one's place is a value."""
+    part = "%9 = tensor.extract_slice %8{} [4, 16] [1, 1] {{DiscreteMemAccess}} : tensor<32x16xf32> to tensor<4x16xf32>"
+    assert lint(part.format("#1[12, 0]")).clean
+    assert lint(part.format("[12, 0]")).clean
+    assert lint(part.format("[%7, 0]")) == Lint(1, 0, 0)
+
+
 def test_lint_finds_a_read_modify_write() -> None:
     t = torch.zeros(37, dtype=I32)
     assert lint(lowered_form("store_where", t, t, t, 37, BLOCK=16)) == Lint(0, 1, 0)
