@@ -128,6 +128,21 @@ def link(
 
 
 @app.command()
+def offload(
+    layers: Annotated[int, typer.Option(help="Of the model: rows of 8 heads of 128 in bf16, k and v.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Moved at a time.")] = 16384,
+    as_json: AsJson = False,
+) -> None:
+    """KV offloading's copies on a CUDA device beside vLLM's own, in vLLM's environment."""
+    for option, value in (("--layers", layers), ("--tokens", tokens // 64)):
+        if value <= 0:
+            raise ArgumentError("bench offload", option, "an int > 0 (tokens: >= 64)", repr(value))
+    raise typer.Exit(
+        run_part("hal.bench.offload", "main", "hal bench offload", "vllm", layers, tokens, as_json)
+    )
+
+
+@app.command()
 def attention(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option(help="Few rounds and cases: no numbers to quote.")] = False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,11 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if config.canonical_layout:
+        if getattr(config, "canonical_layout", False):  # from 0.27 on
             raise _error("canonical_layout: hal's host pool has the blocks of one process as they are")
-        if self.kv_bytes_per_chunk and not self.num_chunks:
+        # As vLLM calls them: blocks up to 0.26, chunks since.
+        self.chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+        if self.kv_bytes_per_chunk and not self.chunks:
             raise _error(
                 f"cpu_bytes_to_use={self.extra_config['cpu_bytes_to_use']} holds no chunk: one takes "
                 f"{self.kv_bytes_per_chunk} bytes, {self.blocks_per_chunk} blocks of all layers and processes"
@@ -50,7 +53,7 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> HalOffloadingWorker:
         if self._worker is None:
-            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.chunks)
         return self._worker
 
 
@@ -74,7 +77,8 @@ class Transfer:
 
 
 class HalOffloadingWorker(OffloadingWorker):
-    """One process's host pool, and the copies to and from it, in the order of its stream.
+    """One process's host pool, and the copies to and from it, one after the other in a stream of their own: a step's
+    kernels do not wait for them, and they wait for the kernels that were launched before.
 
     Args:
         kv_caches: vLLM's blocks, a tensor ``[blocks, bytes]`` a layer (or a set of layers that share memory).
@@ -102,6 +106,8 @@ class HalOffloadingWorker(OffloadingWorker):
                 for same in [[i for i in used if pages[i].shape[1] == size]]
             ])  # fmt: skip
         self.pending: deque[Transfer] = deque()
+        self.module = torch.get_device_module(self.device) if self.device.type != "cpu" else None
+        self.stream: Any = self.module.Stream(self.device) if self.module else None
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         self._submit(job_id, src_spec, dst_spec, store=True)
@@ -121,25 +127,32 @@ class HalOffloadingWorker(OffloadingWorker):
             # Before anything is written: `kv_transfer` passes over slots that are not there.
             slots = list(self._pair(on_device, on_host))
             transfer = Transfer(job, 0)
-            if self.device.type != "cpu":
-                transfer.start, transfer.end = (
-                    torch.Event(self.device, enable_timing=True) for _ in range(2)
-                )
-                transfer.start.record()
-            begin = time.perf_counter()
-            for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
-                for device, host in pools if len(device_slots) else ():
-                    if store:
-                        hal.kv_transfer(device, host, device_slots, host_slots)
-                    else:
-                        hal.kv_transfer(host, device, host_slots, device_slots)
-                    transfer.bytes += len(device_slots) * device.num_layers * device.row_shape[0]
-            transfer.seconds = time.perf_counter() - begin
-            if transfer.end is not None:
-                transfer.end.record()
+            with self._apart(transfer):
+                for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
+                    for device, host in pools if len(device_slots) else ():
+                        if store:
+                            hal.kv_transfer(device, host, device_slots, host_slots)
+                        else:
+                            hal.kv_transfer(host, device, host_slots, device_slots)
+                        transfer.bytes += len(device_slots) * device.num_layers * device.row_shape[0]
         except Exception as e:
             raise _error(f"{what}: {e}") from e
         self.pending.append(transfer)
+
+    @contextmanager
+    def _apart(self, transfer: Transfer) -> Iterator[None]:
+        """The copies' own stream, behind what the current one has been given; a transfer's time."""
+        if self.module is None:
+            begin = time.perf_counter()
+            yield
+            transfer.seconds = time.perf_counter() - begin
+            return
+        self.stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.stream):
+            transfer.start, transfer.end = (self.module.Event(enable_timing=True) for _ in range(2))
+            transfer.start.record()
+            yield
+            transfer.end.record()
 
     def _pair(self, on_device: Any, on_host: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """For each group of layers: (slots of the device, slots of the host), int64 ``[n]`` on the CPU."""

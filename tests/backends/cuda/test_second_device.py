@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hal.ops import BUILTIN, get_spec
 from hal._remote.perform import Hands
 from hal._remote.target import RegistryTarget
 from hal.conformance._arena import Arena
 from hal.conformance._hands import Local
 from hal.conformance.execute import DISPATCHED, Executor, Refused
+from hal.ops import BUILTIN, get_spec
 
 OPS = sorted(BUILTIN)
 SAMPLES = 4
