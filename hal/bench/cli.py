@@ -131,6 +131,9 @@ def link(
 def offload(
     layers: Annotated[int, typer.Option(help="Of the model: rows of 8 heads of 128 in bf16, k and v.")] = 32,
     tokens: Annotated[int, typer.Option(help="Moved at a time.")] = 16384,
+    engine: Annotated[
+        int, typer.Option(help="Tokens of a prompt that whole engines compute and get back; 0: none.")
+    ] = 16384,
     as_json: AsJson = False,
 ) -> None:
     """KV offloading's copies on a CUDA device beside vLLM's own, in vLLM's environment."""

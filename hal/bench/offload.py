@@ -8,10 +8,15 @@ of as many bytes.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,16 +108,82 @@ def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
     return row
 
 
-def main(layers: int, tokens: int, as_json: bool) -> int:
+def child(spec: str, tokens: str, shape: str, file: str) -> None:
+    """One engine: a prompt computed, its blocks gone from the device, and the same prompt again."""
+    from hal.bench import vllm
+
+    n = int(tokens)
+    config = {"spec_name": spec, "cpu_bytes_to_use": 16 * 2**30}
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": config,
+    }
+    settings = {"enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector}
+    llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, vllm=settings))
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    rows = []
+    for i in range(4):
+        pick = random.Random(i)
+        prompt = {"prompt_token_ids": [pick.randrange(1, vocabulary) for _ in range(n)]}
+        row: dict[str, Any] = {}
+        for what in ("computed", "returned"):
+            seconds, made = _generate(llm, prompt)
+            row |= {f"{what} ms": seconds * 1e3, f"{what} cached": made.num_cached_tokens}
+            row[f"{what} token"] = list(made.outputs[0].token_ids)
+            time.sleep(0.3)  # until what is stored has been
+            _generate(llm, {"prompt_token_ids": [1, 2, 3]})  # a step, in which that is reported
+            llm.reset_prefix_cache()
+        rows.append(row)
+    size = llm.llm_engine.vllm_config.cache_config.block_size
+    Path(file).write_text(json.dumps({"spec": spec, "block_size": size, "rows": rows[1:]}))
+
+
+def _generate(llm: Any, prompt: dict[str, list[int]]) -> tuple[float, Any]:
+    """Seconds to the first token, and what was made."""
+    from hal.bench import vllm
+
+    begin = time.perf_counter()
+    (made,) = llm.generate([prompt], vllm._greedy(1), use_tqdm=False)
+    return time.perf_counter() - begin, made
+
+
+def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
+    """A prompt whose blocks come back from the host, on stock vLLM and on hal, a process each, beside computing it."""
+    row: dict[str, Any] = {"shape": shape, "tokens": tokens}
+    for name, spec, switch in (("stock", "CPUOffloadingSpec", ""), ("hal", "HalOffloadingSpec", "vllm")):
+        env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env |= {"HAL_ENGINES": switch} if switch else {}
+        program = "import sys; from hal.bench.offload import child; child(*sys.argv[1:])"
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            subprocess.run(
+                [sys.executable, "-c", program, spec, str(tokens), shape, out.name], env=env, check=True
+            )
+            rows = json.loads(Path(out.name).read_text())["rows"]
+        for what in ("computed", "returned"):
+            row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)
+        row[f"{name} cached"] = min(r["returned cached"] or 0 for r in rows)
+        row[f"{name} equal"] = all(r["computed token"] == r["returned token"] for r in rows)
+    row["stock / hal, returned"] = row["stock returned ms"] / row["hal returned ms"]
+    return row
+
+
+def main(layers: int, tokens: int, engine_tokens: int, as_json: bool) -> int:
     if not torch.cuda.is_available():
         raise hal.HalError(
             "hal: bench offload: expected a CUDA device; there is none. tests/scale runs it on a CPU."
         )
     rows = [measure(layers, block_size, tokens // block_size) for block_size in (16, 64)]
     rows.append(measure(layers, 16, 64))
+    engine = returned(engine_tokens) if engine_tokens else {}
     if as_json:
-        print(json.dumps({"machine": machine("cuda"), "vllm": version("vllm"), "rows": rows}))
+        print(
+            json.dumps({"machine": machine("cuda"), "vllm": version("vllm"), "rows": rows, "engine": engine})
+        )
         return 0
+    for name, value in engine.items():
+        print(f"{name}: {value}")
     shown = ("stock GB/s", "hal GB/s", "memcpy GB/s", "hal / stock", "hal / memcpy")
     print(f"{'block':>6}{'MB':>7}  {'':6}" + "".join(f"{name:>14}" for name in shown))
     for r in rows:
