@@ -158,7 +158,7 @@ def attention(
 def engine(
     name: Annotated[str, typer.Argument(help="The engine: vllm.")],
     shape: Annotated[
-        str, typer.Option(help="llama-3.1-8b, qwen3-30b-a3b, deepseek-v2-lite or tiny.")
+        str, typer.Option(help="llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, deepseek-v2-lite or tiny.")
     ] = "llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="Of weights and cache.")] = "bfloat16",
     decode: Annotated[
