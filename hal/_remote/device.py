@@ -1,12 +1,14 @@
 """Calls that need a device: on a side stream, behind a spinning kernel, captured, between other kernels.
 
-`torch.cuda` alone is driven so far.
+Through torch's module of the device's type (``torch.cuda``, ``torch.npu``); what such a module lacks is said.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,33 +16,55 @@ from torch import Tensor
 
 from hal import _host
 from hal._remote.memory import Placed
-from hal._remote.perform import Answer, Hands, declared, short_trace
+from hal._remote.perform import Answer, Hands, declared, settle, short_trace
 from hal._remote.wire import Task
 
-_cuda: Any = torch.cuda  # parts of it have no annotations
+
+def _module(device: torch.device) -> Any:
+    """Streams, events and memory of a type of device: parts of it have no annotations."""
+    return torch.get_device_module(device.type)
 
 
 @contextmanager
-def spinning(ms: float) -> Iterator[None]:
-    """Keeps the current stream busy for about `ms` before anything that is launched inside."""
-    _cuda._sleep(int(ms * 1e-3 * _cycles_per_second()))
+def spinning(device: torch.device, ms: float) -> Iterator[None]:
+    """Keeps the device's current stream busy for about `ms` before anything that is launched inside."""
+    if hasattr(_module(device), "_sleep"):
+        _module(device)._sleep(int(ms * 1e-3 * _cycles_per_second()))
+    else:
+        size, seconds = _product(device)
+        x = torch.ones(size, size, dtype=torch.float16, device=device)
+        for _ in range(int(ms * 1e-3 / seconds) + 1):
+            torch.mm(x, x)
     yield
 
 
-_RATE: list[float] = []
-
-
+@cache
 def _cycles_per_second() -> float:
-    if not _RATE:
-        _cuda._sleep(1_000_000)
-        torch.cuda.synchronize()
-        begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-        begin.record()
-        _cuda._sleep(20_000_000)
-        end.record()
-        end.synchronize()
-        _RATE.append(20_000_000 / (begin.elapsed_time(end) * 1e-3))
-    return _RATE[0]
+    cuda: Any = torch.cuda
+    cuda._sleep(1_000_000)
+    cuda.synchronize()
+    begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    begin.record()
+    cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    return 20_000_000 / (begin.elapsed_time(end) * 1e-3)
+
+
+@cache
+def _product(device: torch.device) -> tuple[int, float]:
+    """(a size, the seconds of a product of two such matrices): no shorter than 0.3 ms, so that few are launched."""
+    size, seconds = 256, 0.0
+    while seconds < 3e-4:
+        size *= 2
+        x = torch.ones(size, size, dtype=torch.float16, device=device)
+        torch.mm(x, x)
+        settle(device)
+        begin = time.perf_counter()
+        torch.mm(x, x)
+        settle(device)
+        seconds = time.perf_counter() - begin
+    return size, seconds
 
 
 def _ready(hands: Hands, task: Task) -> tuple[Placed, Callable[[], Any]]:
@@ -62,8 +86,9 @@ def stream(hands: Hands, task: Task) -> Answer:
     for raw in placed.raws:
         raw.fill_(0)
     hands.settle()
-    side = _cuda.Stream(hands.device)
-    with torch.cuda.stream(side), spinning(task.options["spin_ms"]):
+    module = _module(hands.device)
+    side = module.Stream(hands.device)
+    with module.stream(side), spinning(hands.device, task.options["spin_ms"]):
         for raw, whole in zip(placed.raws, final, strict=True):
             raw.copy_(whole)
         ret = call()
@@ -84,17 +109,21 @@ def sync(hands: Hands, task: Task) -> Answer:
     hands.settle()
     placed.push()
     hands.settle()
-    current = torch.cuda.current_stream(hands.device)
-    mode = torch.cuda.get_sync_debug_mode()
+    module = _module(hands.device)
+    current = module.current_stream(hands.device)
+    watched = hasattr(module, "set_sync_debug_mode")
+    mode = module.get_sync_debug_mode() if watched else 0
     asked, ret = "", None
-    with spinning(task.options["spin_ms"]):
+    with spinning(hands.device, task.options["spin_ms"]):
         try:
-            torch.cuda.set_sync_debug_mode("error")
+            if watched:
+                module.set_sync_debug_mode("error")
             ret = call()
         except RuntimeError as e:
             asked = f"{e}\n{short_trace(e)}"
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
+            if watched:
+                module.set_sync_debug_mode(mode)
         busy = not current.query()
     hands.settle()
     placed.pull()
@@ -109,13 +138,18 @@ def graph(hands: Hands, task: Task) -> Answer:
     if not bound.graph_safe:
         return {"outcome": "returned", "calls": [], "captured": "", **said}
     hands.settle()
-    side = _cuda.Stream(hands.device)
-    with torch.cuda.stream(side):
+    module = _module(hands.device)
+    make = getattr(module, f"{hands.device.type.upper()}Graph", None)
+    if make is None:
+        why = f"torch.{hands.device.type} of this version has no graphs"
+        return {"outcome": "not_run", "why": why, "captured": "", **said}
+    side = module.Stream(hands.device)
+    with module.stream(side):
         bound.fn(**placed.values)
     hands.settle()
-    captured = torch.cuda.CUDAGraph()
+    captured = make()
     try:
-        with torch.cuda.graph(captured):
+        with module.graph(captured):
             ret = bound.fn(**placed.values)
     except RuntimeError as e:
         return {"outcome": "returned", "calls": [], "captured": f"{e}\n{short_trace(e)}", **said}
@@ -133,7 +167,7 @@ def graph(hands: Hands, task: Task) -> Answer:
 def overlap(hands: Hands, task: Task) -> Answer:
     """One kernel writes all inputs, late, having let the next one start early; the op; a kernel that was let
     start early in its turn copies everything away. Nothing syncs between them."""
-    if torch.cuda.get_device_capability(hands.device) < (9, 0):
+    if hands.device.type != "cuda" or torch.cuda.get_device_capability(hands.device) < (9, 0):
         return {"outcome": "not_applicable", "why": "programmatic launch needs sm_90"}
     try:
         from hal._remote.producer import late_copy
@@ -182,9 +216,10 @@ def memory(hands: Hands, task: Task) -> Answer:
     placed, call = _ready(hands, task)
     call()
     hands.settle()
-    before = torch.cuda.memory_allocated(hands.device)
+    allocated = _module(hands.device).memory_allocated
+    before = allocated(hands.device)
     ret = call()
     hands.settle()
-    held = torch.cuda.memory_allocated(hands.device) - before
+    held = allocated(hands.device) - before
     own = -(-max(ret.nbytes, 1) // 512) * 512 if _fresh(ret, placed) else 0
     return {"outcome": "returned", "held": held, "allowed": own}

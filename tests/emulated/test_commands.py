@@ -46,11 +46,13 @@ def test_doctor_names_the_lane() -> None:
 
 PROOFS = {"value": 1, "misaligned": 1, "defaults": 1, "threads": 1, "later": 1, "empty": 1, "placement": 9}
 """How many cases of each."""
+OF_CORE_OPS = {"stream": 1, "sync": 1, "memory": 1}
 
 
 def some(op: str) -> list[Case]:
     cases = [c for c in case_list({op: get_spec(op)}) if c.tag == "required"]
-    return [c for proof, count in PROOFS.items() for c in [c for c in cases if c.proof == proof][:count]]
+    proofs = PROOFS | (OF_CORE_OPS if get_spec(op).core else {})
+    return [c for proof, count in proofs.items() for c in [c for c in cases if c.proof == proof][:count]]
 
 
 def test_the_suite_judges_every_op_on_the_second_device() -> None:
