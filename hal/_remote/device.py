@@ -48,7 +48,7 @@ def _cycles_per_second() -> float:
     cuda._sleep(20_000_000)
     end.record()
     end.synchronize()
-    return 20_000_000 / (begin.elapsed_time(end) * 1e-3)
+    return float(20_000_000 / (begin.elapsed_time(end) * 1e-3))
 
 
 @cache
