@@ -55,6 +55,11 @@ TO_LLVM = (
 )
 """Between the two, `pins.pin` says which loops are over whole buffers."""
 
+# What costs less than a buffer to keep it in; and any value, where it is defined and where it is used.
+_CHEAP = re.compile(r"\s*%[\w.]+ = (?:linalg\.broadcast|arith\.(?:extf|extsi|sitofp)) .*tensor<")
+_DEFINED = re.compile(r"\s*(%[\w.]+)(?::\d+)? = ")
+_VALUE = re.compile(r"%[\w.]+")
+
 # A sum may be taken in any order, as the device takes it in one of its own.
 _SUM = re.compile(r"(arith\.addf %in, %init) : f")
 
@@ -121,7 +126,10 @@ def find(
         repr(constexprs),
         repr(options),
         *map(type, constexprs.values()),
-        *[_class_of(p, v) for p, v in zip(_arguments(jit_fn), args, strict=False)],
+        *[
+            "i32" if p[3] and v.__class__ is int and -(2**31) <= v < 2**31 else _class_of(p, v)
+            for p, v in zip(_arguments(jit_fn), args, strict=False)
+        ],
     )
     found = _lowered.get(key)
     if found is None:
@@ -138,9 +146,12 @@ def find(
 
 
 @functools.lru_cache(maxsize=1024)
-def _arguments(jit_fn: Any) -> list[tuple[str, str, bool]]:
-    """Name, annotated type and specialisation of each parameter that is no constexpr."""
-    return [(p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr]
+def _arguments(jit_fn: Any) -> list[tuple[str, str, bool, bool]]:
+    """Name, annotated type and specialisation of each parameter that is no constexpr, and whether it has neither."""
+    found = [
+        (p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr
+    ]
+    return [(*p, not p[1] and not p[2]) for p in found]
 
 
 def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> list[Any]:
@@ -164,13 +175,11 @@ def _bind(jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> li
     return values
 
 
-def _class_of(param: tuple[str, str, bool], value: Any) -> Any:
+def _class_of(param: tuple[str, str, bool, bool], value: Any) -> Any:
     """All that the compiled form depends on, of one argument."""
-    name, annotation, specialize = param
+    name, annotation, specialize, _ = param
     if value is None:
         return None
-    if value.__class__ is int and not specialize:
-        return annotation or _scalar(name, value)
     if hasattr(value, "data_ptr"):
         return value.dtype, specialize and value.data_ptr() % 16 == 0
     kind = annotation or _scalar(name, value)
@@ -187,6 +196,10 @@ def _scalar(name: str, value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     raise TypeError(f"hal: parameter {name}: a tensor, int, float, bool or None; got {type(value).__name__}")
+
+
+def _text(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8")
 
 
 def _frozen(options: Mapping[str, Any] | None) -> tuple[Any, ...]:
@@ -207,7 +220,7 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, Path(pins.__file__).read_text(encoding="utf-8"), ARCH,
+        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, *map(_text, (__file__, pins.__file__)), ARCH,
         jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
     )  # fmt: skip
@@ -250,7 +263,7 @@ def _compile(
         raise LoweringError(name, "triton-adapter-opt", (e.stderr or b"").decode(errors="replace")) from None
     with tempfile.TemporaryDirectory(prefix="hal-lowered-") as folder:
         source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
-        source.write_text(_SUM.sub(r"\1 fastmath<reassoc> : f", ttadapter))
+        source.write_text(_apart(_SUM.sub(r"\1 fastmath<reassoc> : f", ttadapter)))
         _opt(name, source, BUFFERIZE, buffers)
         buffers.write_text(pins.pin(buffers.read_text()))
         _opt(name, buffers, TO_LLVM, dialect)
@@ -263,6 +276,43 @@ def _compile(
         except RuntimeError as e:
             raise LoweringError(name, "translation to LLVM IR", str(e)) from None
     return ttadapter, text
+
+
+def _apart(module: str) -> str:
+    """Linalg on tensors, in which each use of a broadcast or a conversion has one of its own: that goes into the loop
+    which uses it, where one that is shared would be a loop and a buffer.
+
+    Example:
+        >>> print(_apart("%1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>\\n%2 = arith.mulf %1, %1"))
+        %1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>
+        %again1_1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>
+        %2 = arith.mulf %1, %again1_1
+    """
+    out: list[list[str]] = []
+    shared: dict[str, list[int]] = {}  # name -> where it is in `out`, and its uses so far
+
+    def use(found: re.Match[str]) -> str:
+        name = found[0]
+        if name not in shared:
+            return name
+        where, uses = shared[name]
+        shared[name][1] += 1
+        if not uses:
+            return name
+        again = f"%again{uses}_{name[1:]}"
+        head, _, rest = out[where][0].partition(f"{name} = ")
+        out[where].append(f"{head}{again} = {_VALUE.sub(use, rest)}")
+        return again
+
+    for line in module.splitlines():
+        defined = _DEFINED.match(line)
+        begin = defined.end() if defined else 0
+        out.append([line[:begin] + _VALUE.sub(use, line[begin:])])
+        if defined:
+            shared.pop(defined[1], None)  # another scope's of the same name
+            if _CHEAP.match(line):
+                shared[defined[1]] = [len(out) - 1, 0]
+    return "\n".join(line for lines in out for line in lines)
 
 
 def _opt(kernel: str, module: Path, passes: tuple[str, ...], out: Path) -> None:

@@ -112,20 +112,23 @@ class _Workspace:
         self.state.sink = ctypes.addressof(self._sink)
         self._arena, self.state.arena = _reserved(ARENA_BYTES)
         self._trace: mmap.mmap | None = None
-        self._lines = 0
+        self._blocks = 0
 
-    def make_room(self, lines: int) -> None:
-        """For the trace of so many lines of memory. Pages come zeroed, and only when they are touched: a cache of
+    def make_room(self, blocks: int) -> None:
+        """For the trace of so many blocks of memory. Pages come zeroed, and only when they are touched: a cache of
         gigabytes costs what is used of it."""
-        if lines <= self._lines:
+        if blocks <= self._blocks:
             return
-        self._lines = max(lines, 2 * self._lines)
-        self._trace, at = _reserved(self._lines * (runtime.LINE_BYTES + runtime.BYTEWISE))
-        self.state.lines, self.state.bytewise = at, at + self._lines * runtime.LINE_BYTES
+        self._blocks = max(blocks, 2 * self._blocks)
+        lines = self._blocks * (runtime.BLOCK // runtime.LINE)
+        self._trace, at = _reserved((self._blocks + lines) * runtime.ENTRY + lines * runtime.BYTEWISE)
+        self.state.blocks, self.state.lines = at, at + self._blocks * runtime.ENTRY
+        self.state.bytewise = self.state.lines + lines * runtime.ENTRY
 
-    def rest(self, lines: int) -> None:
-        """After a launch of so many lines: what a large one touched is given back."""
-        used = lines * runtime.LINE_BYTES + self.state.bytewise_used * runtime.BYTEWISE
+    def rest(self, blocks: int) -> None:
+        """After a launch of so many blocks: what a large one touched is given back."""
+        lines = blocks * (runtime.BLOCK // runtime.LINE)
+        used = (blocks + lines) * runtime.ENTRY + self.state.bytewise_used * runtime.BYTEWISE
         if used > KEPT_BYTES and self._trace is not None:
             self._trace.madvise(mmap.MADV_DONTNEED)
 
@@ -147,6 +150,7 @@ class Machine:
         import llvmlite.binding as llvm
 
         self.lowered, self.traced = lowered, traced
+        self._kinds = ["u" if t == "u64" else t[0] for t in lowered.types]
         self._words = len(instrument.params(lowered.llvm)[1]) - 6
         self._run = runtime.load()
         target = _target()
@@ -160,7 +164,7 @@ class Machine:
         self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
     ) -> dict[str, Traffic]:
         """Run all programs. Raises what they did wrong; returns the traffic, if traced and recorded."""
-        words, given, names, lines = self._pack(args, shared)
+        words, given, names, blocks = self._pack(args, shared)
         try:
             place = _workspaces.pop()
         except IndexError:
@@ -170,10 +174,10 @@ class Machine:
             state.arena_end, state.constants = state.arena + ARENA_BYTES, self._constants
             state.traced, state.arguments = self.traced, len(names)
             if self.traced:
-                place.make_room(lines)
+                place.make_room(blocks)
             self._run(self._entry, place.at, given.buffer_info()[0], words.buffer_info()[0], *grid)
             if self.traced:
-                place.rest(lines)
+                place.rest(blocks)
             if state.error:
                 raise self._error(state, grid, names)
             if not self.traced or _recorded.get() is None:
@@ -185,14 +189,16 @@ class Machine:
     def _pack(
         self, args: Sequence[Any], shared: frozenset[str]
     ) -> tuple[array.array[int], array.array[int], list[str], int]:
-        """The kernel's words, what the runtime must know of each tensor, the tensors' names, and the lines of memory
-        that they span."""
+        """The kernel's words, what the runtime must know of each tensor, the tensors' names, and the blocks of
+        memory that they span."""
         words = [0] * 10  # the sync lock and the workspace, which no kernel of ours has
         given: list[int] = []
         names: list[str] = []
-        lines = 0
-        for name, type_, value in zip(self.lowered.args, self.lowered.types, args, strict=True):
-            if type_[0] == "*":
+        blocks = 0
+        for name, kind, value in zip(self.lowered.args, self._kinds, args, strict=True):
+            if kind == "i":
+                words.append(value)
+            elif kind == "*":
                 if not value.is_cpu:
                     raise LoweredError(
                         f"hal: kernel {self.lowered.name}: {name} is on {value.device}; "
@@ -204,17 +210,17 @@ class Machine:
                 words += (at, at, 0, layout[0], 1)
                 given += (base, layout[1], name in shared)
                 given += layout[2]
-                lines += layout[1] // runtime.LINE + 2
+                blocks += layout[1] // runtime.BLOCK + 1
                 names.append(name)
-            elif type_[:2] == "fp":
+            elif kind == "f":
                 words.append(struct.unpack("<i", struct.pack("<f", value))[0])
             else:
-                words.append(value - (1 << 64) if value >= 1 << 63 else int(value))
+                words.append(value - (1 << 64) if value >= 1 << 63 else value)
         if len(words) != self._words or len(names) > runtime.MAX_ARGUMENTS:
             raise LoweredError(
                 f"hal: kernel {self.lowered.name}: {len(words)} words for {self._words} parameters"
             )
-        return array.array("q", words), array.array("q", given), names, lines
+        return array.array("q", words), array.array("q", given), names, blocks
 
     def _error(self, s: runtime.State, grid: tuple[int, int, int], names: Sequence[str]) -> LoweredError:
         name = self.lowered.name

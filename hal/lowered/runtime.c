@@ -11,26 +11,28 @@
 
 enum { BOUNDS = 1, RACE, WILD, MEMORY, STRAY };  // state.error
 enum { WRITE = 1, COPY = 2 };                    // bits of an access
-enum { MAX_DIMS = 4, MAX_ARGUMENTS = 64, CLASSES = 48, LABEL = 64, ARGUMENT_SHIFT = 48, MANY = -1, LINE = 64 };
+enum { MAX_DIMS = 4, MAX_ARGUMENTS = 64, CLASSES = 48, LABEL = 64, ARGUMENT_SHIFT = 48 };
+// What the trace keeps one entry for: blocks of so many bytes, and where programs share one, its lines.
+enum { MANY = -1, LINE = 64, GRAIN = 16, BLOCK = 64 * GRAIN, LINES = BLOCK / LINE };
 
 static const int64_t BIAS = (int64_t)1 << 40;
 
-// Who wrote and who read each byte of a line of memory. As long as one program alone, or several the same bytes, did
-// either: a name (the program's number from 1, or MANY) and a bit a byte. Else `bytes` says it of each.
-typedef struct { int32_t writer[LINE], reader[LINE]; } bytewise;
+// Who wrote and who read each part of a piece of memory: each GRAIN of a block, each byte of a line. As long as one
+// program alone, or several the same parts, did either: a name (the program's number from 1, or MANY) and a bit a part.
 typedef struct {
     uint32_t launch;  // an entry of an earlier launch counts as empty
-    uint32_t bytes;   // number, from 1, of the bytewise
+    uint32_t split;   // it is told elsewhere: a block's by its lines, a line's by the bytewise of this number, from 1
     int32_t writer, reader;
     uint64_t written, read;
-} line;
+} entry;
+typedef struct { int32_t writer[LINE], reader[LINE]; } bytewise;
 
 typedef struct {
     char *base;
     int64_t extent, shared;  // shared: two programs may write one byte
     int64_t dims, inner;     // of a view with gaps: how many dims, and the bytes of a row
     struct { int64_t size, stride; } dim[MAX_DIMS];
-    line *lines;                 // the first is base's
+    int64_t first;               // where base is in the trace
     int64_t count[4], bytes[4];  // by access
     int64_t copies[2];           // reads, writes
 } argument;
@@ -44,7 +46,7 @@ typedef struct {
     char *sink;
     const char *const *constants;  // start and end of each, then a null
     int64_t traced, arguments;
-    line *lines;
+    entry *blocks, *lines;
     bytewise *bytewise;
     int64_t bytewise_used, launch;
     void *free[CLASSES];
@@ -92,77 +94,7 @@ static int in_a_gap(const argument *a, int64_t offset, int64_t size) {
     return a->dims && offset + size > a->inner;
 }
 
-static inline int other_than(int32_t who, int32_t me) {
-    return (who != 0) & (who != me);
-}
-
-static void race(state *s, argument *a, int64_t offset, int64_t access, int32_t other) {
-    fail(s, RACE, a - s->argument, offset, 1, access, other);
-}
-
-static void note_bytes(state *s, argument *a, bytewise *of, uint64_t these, int64_t at, int64_t access) {
-    int32_t me = (int32_t)s->program, *mine = access & WRITE ? of->writer : of->reader;
-    int write = access & WRITE, alone = !(write && a->shared);
-    for (; these; these &= these - 1) {
-        int b = __builtin_ctzll(these), wrote = alone & other_than(of->writer[b], me);
-        if (wrote | (write & other_than(of->reader[b], me)))
-            race(s, a, at + b, access, wrote ? of->writer[b] : of->reader[b]);
-        mine[b] = other_than(mine[b], me) ? MANY : me;
-    }
-}
-
-static bytewise *split(state *s, line *l) {
-    if (!l->bytes) {
-        l->bytes = ++s->bytewise_used;
-        bytewise *of = &s->bytewise[l->bytes - 1];
-        for (int b = 0; b < LINE; b++) {
-            of->writer[b] = l->written >> b & 1 ? l->writer : 0;
-            of->reader[b] = l->read >> b & 1 ? l->reader : 0;
-        }
-    }
-    return &s->bytewise[l->bytes - 1];
-}
-
-// `these` bytes of a line that starts `at` bytes from the argument's base.
-static inline void note_line(state *s, argument *a, line *l, uint64_t these, int64_t at, int64_t access) {
-    int32_t me = (int32_t)s->program;
-    int write = access & WRITE;
-    if (l->launch != (uint32_t)s->launch) {
-        *l = (line){(uint32_t)s->launch, 0, write ? me : 0, write ? 0 : me, write ? these : 0, write ? 0 : these};
-        return;
-    }
-    int32_t *who = write ? &l->writer : &l->reader;
-    uint64_t *which = write ? &l->written : &l->read;
-    if (!l->bytes) {
-        int alone = !(write && a->shared);
-        uint64_t wrote = alone & other_than(l->writer, me) ? l->written & these : 0;
-        uint64_t raced = wrote | (write & other_than(l->reader, me) ? l->read & these : 0);
-        if (raced) {
-            int b = __builtin_ctzll(raced);
-            race(s, a, at + b, access, wrote >> b & 1 ? l->writer : l->reader);
-        }
-        if (!other_than(*who, me)) {
-            *who = me;
-            *which |= these;
-            return;
-        }
-        if (*which == these || (*who == MANY && !(these & ~*which))) {
-            *who = MANY;
-            return;
-        }
-    }
-    note_bytes(s, a, split(s, l), these, at, access);
-}
-
-// The programs run one after the other, yet a race is found in any order: each byte knows who wrote and who read it.
-static void note(state *s, argument *a, int64_t offset, int64_t size, int64_t access) {
-    int64_t skip = (int64_t)((uint64_t)a->base % LINE), from = skip + offset, to = from + size, n = from / LINE;
-    uint64_t these = ~(uint64_t)0 << from % LINE;
-    for (; (n + 1) * LINE <= to; n++, these = ~(uint64_t)0)
-        note_line(s, a, a->lines + n, these, n * LINE - skip, access);
-    if (n * LINE < to)
-        note_line(s, a, a->lines + n, these & (((uint64_t)1 << to % LINE) - 1), n * LINE - skip, access);
-}
+#include "trace.c"
 
 static int is_constant(const state *s, const char *p, int64_t size) {
     for (const char *const *c = s->constants; *c; c += 2)
@@ -190,7 +122,7 @@ void *hal_check(state *s, char *pointer, int64_t size, int64_t access) {
     }
     a->count[access]++;
     a->bytes[access] += size;
-    note(s, a, offset, size, access);
+    note(s, a, offset, 1, size, size, access);
     return a->base + offset;
 }
 
@@ -274,21 +206,36 @@ static char *all_rows(state *s, char *p, int64_t rows, int64_t step, int64_t row
             return NULL;
     a->count[access] += rows;
     a->bytes[access] += rows * row;
-    if (step == row)
-        note(s, a, offset, whole, access);
-    else
-        for (int64_t r = 0; r < rows; r++)
-            note(s, a, offset + r * step, row, access);
+    note(s, a, offset, rows, step, row, access);
     return a->base + offset;
 }
 
+// Rows of a size that the compiler knows are copied without a call.
+static void move_rows(char *to, const char *from, int64_t rows, int64_t to_step, int64_t from_step, int64_t row) {
+#define ROWS(size)                                                 \
+    case size:                                                     \
+        for (; rows > 0; rows--, to += to_step, from += from_step) \
+            memcpy(to, from, size);                                \
+        return;
+    switch (row) {
+        ROWS(2) ROWS(4) ROWS(8) ROWS(16) ROWS(32) ROWS(64) ROWS(128)
+    }
+    for (; rows > 0; rows--, to += to_step, from += from_step)
+        memcpy(to, from, row);
+}
+
 static void copy_rows(state *s, char *to, char *from, int64_t rows, int64_t to_step, int64_t from_step, int64_t row) {
-    // Of rows that overlap one another, and of a copy inside one argument, the order matters.
     char *source = NULL, *target = NULL;
-    if (from_step >= row && to_step >= row && (in_arena(s, (uint64_t)from, row) || in_arena(s, (uint64_t)to, row)))
+    int from_own = in_arena(s, (uint64_t)from, row), to_own = in_arena(s, (uint64_t)to, row);
+    // Of rows that overlap one another, and of a copy inside one memory, the order matters.
+    if (from_step >= row && to_step >= row && (from_own || to_own))
         source = all_rows(s, from, rows, from_step, row, COPY);
     if (source)
         target = all_rows(s, to, rows, to_step, row, COPY | WRITE);
+    if (target && from_own != to_own && !s->error) {
+        move_rows(target, source, rows, to_step, from_step, row);
+        return;
+    }
     for (int64_t r = 0; r < rows && !s->error; r++) {
         if (target)
             memmove(target + r * to_step, source + r * from_step, row);
@@ -330,33 +277,6 @@ void hal_copy(state *s, int64_t item, unranked *from, unranked *to) {
         }
         if (!d || s->error)
             return;
-    }
-}
-
-// Lines for all bytes that the arguments span; arguments that share memory share them.
-static void spread(state *s) {
-    argument *by_base[MAX_ARGUMENTS];
-    int64_t n = 0;
-    for (argument *a = s->argument; a < s->argument + s->arguments; a++) {
-        if (!a->extent)
-            continue;
-        int64_t j = n++;
-        for (; j > 0 && by_base[j - 1]->base > a->base; j--)
-            by_base[j] = by_base[j - 1];
-        by_base[j] = a;
-    }
-    line *next = s->lines;  // of memory's line `reach`, or of a later one: between arguments there are none
-    int64_t reach = 0;
-    for (int64_t i = 0; i < n; i++) {
-        argument *a = by_base[i];
-        int64_t first = (uint64_t)a->base / LINE, end = ((uint64_t)a->base + a->extent - 1) / LINE + 1;
-        if (first > reach)
-            reach = first;
-        a->lines = next - (reach - first);
-        if (end > reach) {
-            next += end - reach;
-            reach = end;
-        }
     }
 }
 

@@ -23,9 +23,10 @@ BOUNDS, RACE, WILD, MEMORY, STRAY = 1, 2, 3, 4, 5
 WRITE, COPY = 1, 2
 
 MAX_DIMS, MAX_ARGUMENTS = 4, 64
-LINE = 64
-"""Bytes that the trace keeps one entry for, of LINE_BYTES, and one of BYTEWISE where programs share them."""
-LINE_BYTES, BYTEWISE = 32, 8 * LINE
+BLOCK, LINE = 1024, 64
+"""Bytes that the trace keeps one entry for."""
+ENTRY, BYTEWISE = 32, 8 * LINE
+"""Bytes of an entry, and of what stands for a line's where programs share it."""
 CALLS = ("hal_alloc", "hal_check", "hal_copy", "hal_free", "hal_memcpy", "hal_memset", "hal_stray")
 _FLAGS = ("-O3", "-shared", "-fPIC")
 
@@ -38,7 +39,7 @@ class Argument(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("base", "extent", "shared", "dims", "inner")),
         ("dim", Dim * MAX_DIMS),
-        ("lines", ctypes.c_int64),
+        ("first", ctypes.c_int64),
         *((name, ctypes.c_int64 * 4) for name in ("count", "bytes")),
         ("copies", ctypes.c_int64 * 2),
     )  # fmt: skip
@@ -60,6 +61,7 @@ _WORDS = (
     "constants",
     "traced",
     "arguments",
+    "blocks",
     "lines",
     "bytewise",
     "bytewise_used",
@@ -96,10 +98,11 @@ def load() -> Any:
 
 def _library() -> ctypes.CDLL:
     source = Path(__file__).with_name("runtime.c")
+    text = source.read_bytes() + source.with_name("trace.c").read_bytes()
     compiler = toolchain.c_compiler()
     if compiler is None:
         raise ToolchainError(f"hal: the lowered lane can't run: {toolchain.NO_C_COMPILER}")
-    key = hashlib.sha256(repr((compiler, _FLAGS)).encode() + source.read_bytes()).hexdigest()
+    key = hashlib.sha256(repr((compiler, _FLAGS)).encode() + text).hexdigest()
     path = toolchain.cache_dir() / key[:2] / f"{key}.so"
     if path.is_file():
         return ctypes.CDLL(str(path))
