@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 import subprocess
 import tempfile
 import threading
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hal.lowered import pins, toolchain
+from hal.lowered import loops, pins, toolchain
 from hal.lowered.errors import LoweringError
 
 ARCH = "Ascend910B3"
@@ -53,15 +52,7 @@ TO_LLVM = (
     "--convert-cf-to-llvm",
     "--reconcile-unrealized-casts",
 )
-"""Between the two, `pins.pin` says which loops are over whole buffers."""
-
-# What costs less than a buffer to keep it in; and any value, where it is defined and where it is used.
-_CHEAP = re.compile(r"\s*%[\w.]+ = (?:linalg\.broadcast|arith\.(?:extf|extsi|sitofp)) .*tensor<")
-_DEFINED = re.compile(r"\s*(%[\w.]+)(?::\d+)? = ")
-_VALUE = re.compile(r"%[\w.]+")
-
-# A sum may be taken in any order, as the device takes it in one of its own.
-_SUM = re.compile(r"(arith\.addf %in, %init) : f")
+"""Between the two, `loops` orders the loops, and `pins.pin` says which are over whole buffers."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +211,7 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, *map(_text, (__file__, pins.__file__)), ARCH,
+        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, *map(_text, (loops.__file__, pins.__file__)), ARCH,
         jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
     )  # fmt: skip
@@ -263,9 +254,9 @@ def _compile(
         raise LoweringError(name, "triton-adapter-opt", (e.stderr or b"").decode(errors="replace")) from None
     with tempfile.TemporaryDirectory(prefix="hal-lowered-") as folder:
         source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
-        source.write_text(_apart(_SUM.sub(r"\1 fastmath<reassoc> : f", ttadapter)))
+        source.write_text(loops.apart(ttadapter))
         _opt(name, source, BUFFERIZE, buffers)
-        buffers.write_text(pins.pin(buffers.read_text()))
+        buffers.write_text(pins.pin(loops.ordered(buffers.read_text())))
         _opt(name, buffers, TO_LLVM, dialect)
         fresh = ir.context()
         ir.load_dialects(fresh)
@@ -276,43 +267,6 @@ def _compile(
         except RuntimeError as e:
             raise LoweringError(name, "translation to LLVM IR", str(e)) from None
     return ttadapter, text
-
-
-def _apart(module: str) -> str:
-    """Linalg on tensors, in which each use of a broadcast or a conversion has one of its own: that goes into the loop
-    which uses it, where one that is shared would be a loop and a buffer.
-
-    Example:
-        >>> print(_apart("%1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>\\n%2 = arith.mulf %1, %1"))
-        %1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>
-        %again1_1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>
-        %2 = arith.mulf %1, %again1_1
-    """
-    out: list[list[str]] = []
-    shared: dict[str, list[int]] = {}  # name -> where it is in `out`, and its uses so far
-
-    def use(found: re.Match[str]) -> str:
-        name = found[0]
-        if name not in shared:
-            return name
-        where, uses = shared[name]
-        shared[name][1] += 1
-        if not uses:
-            return name
-        again = f"%again{uses}_{name[1:]}"
-        head, _, rest = out[where][0].partition(f"{name} = ")
-        out[where].append(f"{head}{again} = {_VALUE.sub(use, rest)}")
-        return again
-
-    for line in module.splitlines():
-        defined = _DEFINED.match(line)
-        begin = defined.end() if defined else 0
-        out.append([line[:begin] + _VALUE.sub(use, line[begin:])])
-        if defined:
-            shared.pop(defined[1], None)  # another scope's of the same name
-            if _CHEAP.match(line):
-                shared[defined[1]] = [len(out) - 1, 0]
-    return "\n".join(line for lines in out for line in lines)
 
 
 def _opt(kernel: str, module: Path, passes: tuple[str, ...], out: Path) -> None:

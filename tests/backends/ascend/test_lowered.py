@@ -12,7 +12,7 @@ from ascend import kernels, sabotage
 
 from hal import lowered
 from hal.lowered import compile as compiler
-from hal.lowered import instrument, machine, pins, runtime, toolchain
+from hal.lowered import instrument, loops, machine, pins, runtime, toolchain
 
 I32 = torch.int32
 
@@ -154,6 +154,52 @@ def test_plain_buffers_are_pinned() -> None:
     assert "%hal.pin1_1 = func.call @hal_pin_4_2x2xi1(%c) : (memref<2x2xi1>) -> memref<2x2xi1>" in text
     strided = pins.pin(LOOP.replace("TYPE", "memref<2x2xf32, strided<[4, 1]>>"))
     assert "outs(%c : memref<2x2xf32, strided<[4, 1]>>)" in strided
+
+
+SHARED = """%1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>
+%2 = linalg.broadcast ins(%1 : tensor<4xf32>) outs(%9 : tensor<2x4xf32>) dimensions = [0]
+%3 = arith.mulf %2, %2 : tensor<2x4xf32>
+%2 = arith.addf %3, %3 : tensor<2x4xf32>
+%4 = arith.addf %2, %2 : tensor<2x4xf32>"""
+
+
+def test_what_is_cheap_is_made_again_for_each_use() -> None:
+    """With all that it is made of; another value of the same name, of another scope, is not."""
+    assert loops.apart(SHARED).splitlines() == [
+        "%1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>",
+        "%again1_1 = arith.extf %0 : tensor<4xbf16> to tensor<4xf32>",
+        SHARED.splitlines()[1],
+        "%again1_2 = linalg.broadcast ins(%again1_1 : tensor<4xf32>) outs(%9 : tensor<2x4xf32>) dimensions = [0]",
+        "%3 = arith.mulf %2, %again1_2 : tensor<2x4xf32>",
+        *SHARED.splitlines()[3:],
+    ]
+
+
+PRODUCT = """#map = affine_map<(d0, d1, d2) -> (d0, d2)>
+#map1 = affine_map<(d0, d1, d2) -> ORDER>
+#map2 = affine_map<(d0, d1, d2) -> (d0, d1)>
+linalg.generic {indexing_maps = [#map, #map1, #map2], iterator_types = ["parallel", "parallel", "reduction"]} ins()
+%2 = BODY
+%3 = arith.addf %out, %2 : f32
+linalg.yield %3 : f32"""
+
+
+@pytest.mark.parametrize(
+    ("order", "dims", "kinds"),
+    [
+        ("(d2, d1)", "(d0, d2, d1)", '"parallel", "reduction", "parallel"'),
+        ("(d1, d2)", "(d0, d1, d2)", '"parallel", "parallel", "reduction"'),
+    ],
+)
+def test_the_innermost_loop_of_a_product_is_over_what_lies_together(
+    order: str, dims: str, kinds: str
+) -> None:
+    lines = loops.ordered(PRODUCT.replace("ORDER", order)).splitlines()
+    said = ", ".join(f"affine_map<{dims} -> {results}>" for results in ("(d0, d2)", order, "(d0, d1)"))
+    assert lines[3] == f"linalg.generic {{indexing_maps = [{said}], iterator_types = [{kinds}]}} ins()"
+    assert lines[5] == "%3 = arith.addf %out, %2 fastmath<reassoc> : f32"
+    indexed = PRODUCT.replace("BODY", "linalg.index 1 : index")
+    assert loops.ordered(indexed).splitlines()[3] == PRODUCT.splitlines()[3]
 
 
 @pytest.mark.parametrize("own", [True, False])
