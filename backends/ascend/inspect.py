@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ COSTS = ("dma_per_token", "bytes_moved", "ub_bits")
 """The figures of a row that a change must not raise."""
 
 
-def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
+def inspect(kernel: str | None = None, targets: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A row for each kernel and shape. Runs in the lowered lane (``HAL_LANE=lowered``).
 
     Args:
         kernel: an op's or a kernel's name; None for all.
+        targets: the chips to compile for, of `hal.lowered.compile.TARGETS`; none: all of them.
 
     Returns:
         Rows with ``op``, ``case``, ``kernel``, ``scalar_gathers``, ``rmw_stores``, ``int64_vectors``,
@@ -35,7 +37,7 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
         ``binary`` where CANN is there, or the compiler's reason) and ``verdict`` (``ok`` or what is wrong).
 
     Raises:
-        HalError: another lane, or nothing is called `kernel`.
+        HalError: another lane, or nothing is called `kernel`, or there is no such target.
         ToolchainError: the tools are missing.
 
     Example:
@@ -46,9 +48,12 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
 
     from hal._errors import HalError
     from hal.lowered import recording, toolchain
+    from hal.lowered.compile import TARGETS
     from hal.triton import launch
 
     toolchain.require()
+    if unknown := sorted(set(targets) - set(TARGETS)):
+        raise HalError(f"hal: inspect ascend: no target {unknown[0]}; there are {', '.join(TARGETS)}")
     if launch.lane() != "lowered":
         raise HalError("hal: inspect ascend: kernels are inspected in the lowered lane; set HAL_LANE=lowered")
     rows: list[dict[str, Any]] = []
@@ -61,7 +66,7 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
         args = case.make()
         with recording() as launches:
             getattr(module, case.op)(**args)
-        rows.append(_row(case, args, launches, compiled))
+        rows.append(_row(case, args, launches, compiled, targets or tuple(TARGETS)))
     if not rows:
         raise HalError(
             f"hal: inspect ascend: no kernel called {kernel!r}; there are {', '.join(sorted({c.op for c in cases()}))}"
@@ -70,15 +75,19 @@ def inspect(kernel: str | None = None) -> list[dict[str, Any]]:
 
 
 def _row(
-    case: Case, args: dict[str, Any], launches: list[Any], compiled: dict[tuple[str, str], Any]
+    case: Case,
+    args: dict[str, Any],
+    launches: list[Any],
+    compiled: dict[tuple[str, str], Any],
+    chips: Sequence[str],
 ) -> dict[str, Any]:
-    from hal.lowered.compile import TARGETS, compile_for
+    from hal.lowered.compile import compile_for
     from hal.lowered.lint import lint
 
     forms = {launch.lowered.key: launch.lowered for launch in launches}
     found = [lint(f.ttadapter) for f in forms.values()]
     # The compiler is a process of its own: two at once, and none for a form that another case had.
-    todo = [(key, target) for key in forms for target in TARGETS]
+    todo = [(key, target) for key in forms for target in chips]
     fresh = [k for k in todo if k not in compiled]
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda k: compile_for(forms[k[0]].ttadapter, k[1]), fresh)
@@ -181,12 +190,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """``python -m hal.backends.ascend.inspect [KERNEL] [--json] [--against FILE] [--record FILE]``.
+    """``python -m hal.backends.ascend.inspect [KERNEL] [--target CHIP] [--json] [--against FILE] [--record FILE]``.
 
     Exit status 1 where a verdict is not ok, or a kernel costs more than FILE says.
     """
     parser = argparse.ArgumentParser(prog="hal inspect ascend", description=inspect.__doc__)
     parser.add_argument("kernel", nargs="?")
+    parser.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="CHIP",
+        help="compile for this chip alone; repeat for several",
+    )
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="fail where a kernel costs more than recorded"
@@ -194,7 +210,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the costs, for --against")
     given = parser.parse_args()
     os.environ.setdefault("HAL_LANE", "lowered")
-    rows = inspect(given.kernel)
+    rows = inspect(given.kernel, given.target)
     print(json.dumps(rows, indent=1) if given.json else table(rows))
     if given.record:
         given.record.write_text(json.dumps(record(rows), indent=1) + "\n")

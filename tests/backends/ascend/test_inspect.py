@@ -18,6 +18,7 @@ from hal.lowered import compile as compiler
 from hal.lowered.lint import Lint, lint
 
 I32 = torch.int32
+TARGETS = tuple(compiler.TARGETS)
 
 
 def lowered_form(name: str, *args: object, **constexprs: int) -> str:
@@ -99,9 +100,14 @@ def test_one_kernel_by_either_name() -> None:
     assert inspect.inspect("_get_last_loc") == rows
     assert {r["op"] for r in rows} == {"get_last_loc"}
     assert {r["verdict"] for r in rows} == {"ok"}, inspect.table(rows)
-    assert all(set(r["targets"]) == set(compiler.TARGETS) for r in rows)
+    assert all(set(r["targets"]) == set(TARGETS) for r in rows)
+    assert [set(r["targets"]) for r in inspect.inspect("get_last_loc", TARGETS[:1])] == [
+        set(TARGETS[:1])
+    ] * len(rows)
     with pytest.raises(HalError, match="no kernel called 'nothing'"):
         inspect.inspect("nothing")
+    with pytest.raises(HalError, match="no target Ascend; there are Ascend910B3, "):
+        inspect.inspect("get_last_loc", ["Ascend"])
 
 
 def test_every_op_is_inspected() -> None:
@@ -120,12 +126,12 @@ def test_a_kernel_that_costs_more_than_it_did_fails(
     cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "inspect.json"
-    monkeypatch.setattr(inspect, "inspect", lambda kernel: [ROW])
+    monkeypatch.setattr(inspect, "inspect", lambda *_: [ROW])
     monkeypatch.setattr(sys, "argv", ["inspect", "--record", str(kept)])
     assert inspect.main() == 0
     monkeypatch.setattr(sys, "argv", ["inspect", "--against", str(kept)])
     assert inspect.main() == 0
-    monkeypatch.setattr(inspect, "inspect", lambda kernel: [{**ROW, cost: ROW[cost] + 1}])
+    monkeypatch.setattr(inspect, "inspect", lambda *_: [{**ROW, cost: ROW[cost] + 1}])
     assert inspect.main() == 1
     assert f"regressed: o/c: {cost} {ROW[cost] + 1}, was {ROW[cost]}" in capsys.readouterr().out
 
@@ -138,7 +144,7 @@ def test_cases_that_come_and_go_are_told() -> None:
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("1 rmw_stores", 1)])
 def test_a_bad_verdict_is_the_exit_status(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "inspect", lambda kernel: [{**ROW, "verdict": verdict}])
+    monkeypatch.setattr(inspect, "inspect", lambda *_: [{**ROW, "verdict": verdict}])
     monkeypatch.setattr(sys, "argv", ["inspect", "--json"])
     assert inspect.main() == code
 
@@ -148,10 +154,10 @@ def test_a_bad_kernel_changes_the_verdict(monkeypatch: pytest.MonkeyPatch) -> No
     with lowered.recording() as launches:
         sabotage.overlapping((1,), t, t.clone(), 37, BLOCK=16)
     case = inspect.Case("get_last_loc", "x", dict, lambda a: 1, lambda a: 10**6)
-    assert inspect._row(case, {}, launches, {})["verdict"] == "ok"
+    assert inspect._row(case, {}, launches, {}, TARGETS)["verdict"] == "ok"
     wide = torch.zeros(37, dtype=torch.int64)
     with lowered.recording() as launches:
         sabotage.overlapping((1,), wide, wide.clone(), 37, BLOCK=16)
-    assert "int64_vectors" in inspect._row(case, {}, launches, {})["verdict"]
+    assert "int64_vectors" in inspect._row(case, {}, launches, {}, TARGETS)["verdict"]
     wasteful = dataclasses.replace(case, needed=lambda a: 100)
-    assert "bytes moved where 100 are needed" in inspect._row(wasteful, {}, launches, {})["verdict"]
+    assert "bytes moved where 100 are needed" in inspect._row(wasteful, {}, launches, {}, TARGETS)["verdict"]
