@@ -78,6 +78,51 @@ def over(
 
 
 @triton.jit
+def _following(indices, j, end, num_slots, page, KEYS: tl.constexpr, RUNS: tl.constexpr):
+    """Entry j's slot, and how many entries from j have right slots that, with RUNS, follow each other in a page."""
+    slot = tl.load(indices + j).to(tl.int64)
+    limit = tl.minimum(end - j, KEYS)
+    ok = (slot >= 0) & (slot < num_slots)
+    if RUNS:
+        limit = tl.minimum(limit, tl.minimum(page - slot % page, num_slots - slot))
+    count = ok.to(tl.int64)
+    going = ok
+    while going & (count < limit):
+        other = tl.load(indices + j + count).to(tl.int64)
+        if RUNS:
+            going = other == slot + count
+        else:
+            going = (other >= 0) & (other < num_slots)
+        count += going.to(tl.int64)
+    return slot, count
+
+
+@triton.jit
+def _weights(
+    logit, top, total, count, j, scale, cap, t, own, window, place, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(weights, what is kept of earlier sums, top, total) after `count` entries from j, whose products are `logit`."""
+    logit = logit * scale
+    if CAP:
+        logit = cap * _tanh(logit / cap)
+    logit = tl.where(place < count.to(tl.float32), logit, float("-inf"))
+    # Beyond a tile's keys and tokens the distance does not matter: within them it is exact in fp32.
+    if CAUSAL:
+        after = tl.minimum(tl.maximum(j - own, -KEYS), ROWS).to(tl.float32)
+        logit = tl.where(t >= place + after, logit, float("-inf"))
+    if WINDOW:
+        before = tl.minimum(tl.maximum(j - own + window, -KEYS - 1), ROWS).to(tl.float32)
+        logit = tl.where(t <= place + before, logit, float("-inf"))
+    new = tl.maximum(top, tl.max(logit, 1))
+    # A row that has seen nothing yet: -inf less -inf is NaN.
+    base = tl.where(new > float("-inf"), new, 0.0)
+    keep = tl.exp(top - base)
+    p = tl.exp(logit - base[:, None])
+    return p, keep, new, total * keep + tl.sum(p, 1)
+
+
+@triton.jit
 def over_tiles(
     xa, xb, k_base, v_base, indices, start, end, num_slots, page, kc_page, kc_token, vc_page, vc_token, scale, cap,
     t, own, window, ROWS: tl.constexpr, KEYS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -98,20 +143,7 @@ def over_tiles(
     acc = tl.full([ROWS, B_V], 0.0, tl.float32)
     j = start
     while j < end:
-        slot = tl.load(indices + j).to(tl.int64)
-        limit = tl.minimum(end - j, KEYS)
-        ok = (slot >= 0) & (slot < num_slots)
-        if RUNS:
-            limit = tl.minimum(limit, tl.minimum(page - slot % page, num_slots - slot))
-        count = ok.to(tl.int64)
-        going = ok
-        while going & (count < limit):
-            other = tl.load(indices + j + count).to(tl.int64)
-            if RUNS:
-                going = other == slot + count
-            else:
-                going = (other >= 0) & (other < num_slots)
-            count += going.to(tl.int64)
+        slot, count = _following(indices, j, end, num_slots, page, KEYS, RUNS)
         if RUNS:
             kc = k_base + (slot // page) * kc_page + (slot % page) * kc_token
             there = r[:, None] < count.to(tl.int32)
@@ -158,27 +190,57 @@ def over_tiles(
         logit = tl.dot(xa, tl.trans(ka), input_precision="ieee")
         if K_B:
             logit = tl.dot(xb, tl.trans(kb), logit, input_precision="ieee")
-        logit = logit * scale
-        if CAP:
-            logit = cap * _tanh(logit / cap)
-        logit = tl.where(place < count.to(tl.float32), logit, float("-inf"))
-        # Beyond a tile's keys and tokens the distance does not matter: within them it is exact in fp32.
-        if CAUSAL:
-            after = tl.minimum(tl.maximum(j - own, -KEYS), ROWS).to(tl.float32)
-            logit = tl.where(t >= place + after, logit, float("-inf"))
-        if WINDOW:
-            before = tl.minimum(tl.maximum(j - own + window, -KEYS - 1), ROWS).to(tl.float32)
-            logit = tl.where(t <= place + before, logit, float("-inf"))
-        new = tl.maximum(top, tl.max(logit, 1))
-        # A row that has seen nothing yet: -inf less -inf is NaN.
-        base = tl.where(new > float("-inf"), new, 0.0)
-        keep = tl.exp(top - base)
-        p = tl.exp(logit - base[:, None])
-        total = total * keep + tl.sum(p, 1)
+        p, keep, top, total = _weights(
+            logit, top, total, count, j, scale, cap, t, own, window, place, ROWS, KEYS, CAP, CAUSAL, WINDOW
+        )
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new
         j += tl.maximum(count, 1)
     return acc, top, total
+
+
+@triton.jit
+def over_pieces(
+    x0, x1, x2, x3, xb, k_base, indices, start, end, num_slots, page, kc_page, kc_token, scale, cap, t, own, window,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, K_DIM: tl.constexpr, K_B: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """As `over_tiles` with RUNS and SHARED, of rows in four PIECEs and a rest. The first result is four PIECEs too."""
+    r = tl.arange(0, KEYS)
+    column = tl.arange(0, PIECE)[None, :]
+    column_b = 4 * PIECE + tl.arange(0, K_B)[None, :]
+    place = r[None, :].to(tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    acc0 = tl.full([ROWS, PIECE], 0.0, tl.float32)
+    acc1 = tl.full([ROWS, PIECE], 0.0, tl.float32)
+    acc2 = tl.full([ROWS, PIECE], 0.0, tl.float32)
+    acc3 = tl.full([ROWS, PIECE], 0.0, tl.float32)
+    j = start
+    while j < end:
+        slot, count = _following(indices, j, end, num_slots, page, KEYS, True)
+        at = k_base + (slot // page) * kc_page + (slot % page) * kc_token + r[:, None] * kc_token
+        there = r[:, None] < count.to(tl.int32)
+        whole = there & (column < PIECE)
+        k0 = tl.load(at + column, mask=whole, other=0.0)
+        k1 = tl.load(at + PIECE + column, mask=whole, other=0.0)
+        k2 = tl.load(at + 2 * PIECE + column, mask=whole, other=0.0)
+        k3 = tl.load(at + 3 * PIECE + column, mask=whole, other=0.0)
+        kb = tl.load(at + column_b, mask=there & (column_b < K_DIM), other=0.0)
+        logit = tl.dot(x0, tl.trans(k0), input_precision="ieee")
+        logit = tl.dot(x1, tl.trans(k1), logit, input_precision="ieee")
+        logit = tl.dot(x2, tl.trans(k2), logit, input_precision="ieee")
+        logit = tl.dot(x3, tl.trans(k3), logit, input_precision="ieee")
+        logit = tl.dot(xb, tl.trans(kb), logit, input_precision="ieee")
+        p, keep, top, total = _weights(
+            logit, top, total, count, j, scale, cap, t, own, window, place, ROWS, KEYS, CAP, CAUSAL, WINDOW
+        )
+        p = p.to(k0.dtype)
+        acc0 = acc0 * keep[:, None] + tl.dot(p, k0, input_precision="ieee")
+        acc1 = acc1 * keep[:, None] + tl.dot(p, k1, input_precision="ieee")
+        acc2 = acc2 * keep[:, None] + tl.dot(p, k2, input_precision="ieee")
+        acc3 = acc3 * keep[:, None] + tl.dot(p, k3, input_precision="ieee")
+        j += tl.maximum(count, 1)
+    return acc0, acc1, acc2, acc3, top, total
 
 
 def rows(b_k: int, b_v: int) -> int:
@@ -188,9 +250,10 @@ def rows(b_k: int, b_v: int) -> int:
     return max(1, min(64, pow2(TILE_BYTES * 3 // 8 // (b_k + b_v) + 1) // 2))
 
 
+PIECE: tl.constexpr = tl.constexpr(128)
 WIDEST = 128
 """A head's elements, rounded to a power of two, that are a tile of the cube's: of 512 (MLA) two tiles and what is kept
-of their products overflow the unified buffer, or abort bishengir-compile 1.2.0."""
+of their products overflow the unified buffer, or abort bishengir-compile 1.2.0. Four PIECEs of them don't."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +266,11 @@ class Tiling:
     static: dict[str, Any]
 
 
-def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int) -> Tiling:
-    """For the heads of these arguments, and at most as many rows as are `wanted`, rounded up to a power of two."""
+def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int, pieces: bool = False) -> Tiling:
+    """For the heads of these arguments, and at most as many rows as are `wanted`, rounded up to a power of two.
+
+    With `pieces` the kernel has `over_pieces`.
+    """
     k_dim, v_dim = q.shape[-1], v_cache.shape[-1]
     page, slots = page_of(k_cache), count_slots(k_cache)
     cores, of_k, of_v = vector_cores(q.device), strides(k_cache), strides(v_cache)
@@ -212,6 +278,14 @@ def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int) -> Tiling:
     rest = max(0, k_dim - part)
     static = {"K_DIM": k_dim, "V_DIM": v_dim}
     runs = page >= 16
+    # Where a page follows the one before, so do their slots.
+    flat = all(p == page * token for p, token, _ in (of_k, of_v))
+    shared = v_cache.data_ptr() == k_cache.data_ptr() and of_v == of_k and v_dim == part
+    if pieces and runs and shared and part == 4 * PIECE.value and rest:
+        # bishengir-compile-a5 1.2.0 does not end on 64 keys of fp32.
+        static |= {"KEYS": 128 // q.element_size(), "K_A": part, "K_B": max(16, pow2(rest)), "B_V": b_v}
+        static |= {"RUNS": True, "SHARED": True, "PIECES": True}
+        return Tiling(16, cores // 2, max(1, slots) if flat else page, static)
     if max(b_v, part) > WIDEST:
         b_k, b_v = pow2(k_dim), pow2(v_dim)
         static |= {"KEYS": 0, "K_A": b_k, "K_B": 0, "B_V": b_v, "RUNS": False, "SHARED": False}
@@ -220,9 +294,6 @@ def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int) -> Tiling:
     # product has at least 16 rows.
     tile = min(32, max(16, pow2(wanted)))
     keys = 64 if tile == 16 or runs else 32
-    # Where a page follows the one before, so do their slots.
-    flat = all(p == page * token for p, token, _ in (of_k, of_v))
-    shared = v_cache.data_ptr() == k_cache.data_ptr() and of_v == of_k and v_dim == part
     static |= {"KEYS": keys, "K_A": part, "K_B": max(16, pow2(rest)) if rest else 0, "B_V": b_v}
     return Tiling(
         tile, cores // 2, max(1, slots) if flat else page, {**static, "RUNS": runs, "SHARED": shared}

@@ -154,6 +154,11 @@ def cases() -> Iterator[Case]:
     # Four query heads of such a width fill a tile, and k is read again for every tile, and as v.
     mla = {**attend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
     yield of("decode_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
+    for dtype, page in (("bf16", 16), ("fp32", 128)):
+        kind = {"dtype": dtype, "page_size": page, "logit_cap": 0.0, "bs": 8, "longest": 256}
+        yield of(
+            "decode_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind}
+        )
     # Eight new tokens are 1 to 4 tiles, and each copies the keys that it sees.
     extend = {**attend, "longest": 8, "prefix": 120}
     for name, (q_heads, kv_heads, head_dim) in shapes.items():

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._attention import over, over_tiles, tiling
+from hal.backends.ascend._attention import PIECE, over, over_pieces, over_tiles, tiling
 from hal.backends.ascend._device import cdiv
 from hal.backends.ascend.rope_kv_write import cache_refusal
 from hal.kv.view import count_slots, strides
@@ -35,7 +35,7 @@ def _decode_attention(
     o_token, o_head, l_token,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, K_DIM: tl.constexpr,
     V_DIM: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr, B_V: tl.constexpr, CAP: tl.constexpr,
-    RUNS: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr,
+    RUNS: tl.constexpr, SHARED: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (GROUP + TILE - 1) // TILE
     row = tl.arange(0, TILE)[:, None]
@@ -53,29 +53,47 @@ def _decode_attention(
         if window >= 0:
             start = tl.maximum(start, end - 1 - window)
         at = q + i * q_token + head * q_head
-        x = tl.load(at + row * q_head + wide_a, mask=(row < heads) & (wide_a < K_DIM), other=0.0)
-        if KEYS:
-            xb = None
-            if K_B:
-                wide_b = K_A + tl.arange(0, K_B)[None, :]
-                xb = tl.load(at + row * q_head + wide_b, mask=(row < heads) & (wide_b < K_DIM), other=0.0)
-            acc, top, total = over_tiles(
-                x, xb, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots, page,
-                kc_page, kc_token, vc_page, vc_token, scale, cap, row, 0, 0, TILE, KEYS, K_DIM, V_DIM, K_A, K_B, B_V,
-                CAP, False, False, RUNS, SHARED,
+        to = out + i * o_token + head * o_head + row * o_head
+        if PIECES:
+            column = tl.arange(0, PIECE)[None, :]
+            at += row * q_head
+            there = (row < heads) & (column < PIECE)
+            x0 = tl.load(at + column, mask=there, other=0.0)
+            x1 = tl.load(at + PIECE + column, mask=there, other=0.0)
+            x2 = tl.load(at + 2 * PIECE + column, mask=there, other=0.0)
+            x3 = tl.load(at + 3 * PIECE + column, mask=there, other=0.0)
+            wide_b = 4 * PIECE + tl.arange(0, K_B)[None, :]
+            xb = tl.load(at + wide_b, mask=(row < heads) & (wide_b < K_DIM), other=0.0)
+            acc0, acc1, acc2, acc3, top, total = over_pieces(
+                x0, x1, x2, x3, xb, k_cache + kv_head * kc_head, indices, start, end, num_slots, page, kc_page,
+                kc_token, scale, cap, row, 0, 0, TILE, KEYS, K_DIM, K_B, CAP, False, False,
             )  # fmt: skip
+            by = tl.where(total > 0.0, total, 1.0)[:, None]
+            tl.store(to + column, (acc0 / by).to(out.dtype.element_ty), mask=there)
+            tl.store(to + PIECE + column, (acc1 / by).to(out.dtype.element_ty), mask=there)
+            tl.store(to + 2 * PIECE + column, (acc2 / by).to(out.dtype.element_ty), mask=there)
+            tl.store(to + 3 * PIECE + column, (acc3 / by).to(out.dtype.element_ty), mask=there)
         else:
-            acc, top, total = over(
-                x.to(tl.float32) * scale, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end,
-                num_slots, page, kc_page, kc_token, vc_page, vc_token, cap, row, 0, 0, TILE, K_DIM, V_DIM, K_A, B_V,
-                CAP, False, False,
-            )  # fmt: skip
-        # Nothing seen: zeros, not 0 / 0.
-        found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        to = out + i * o_token + head * o_head
-        tl.store(
-            to + row * o_head + wide_v, found.to(out.dtype.element_ty), mask=(row < heads) & (wide_v < V_DIM)
-        )
+            x = tl.load(at + row * q_head + wide_a, mask=(row < heads) & (wide_a < K_DIM), other=0.0)
+            if KEYS:
+                xb = None
+                if K_B:
+                    wide_b = K_A + tl.arange(0, K_B)[None, :]
+                    xb = tl.load(at + row * q_head + wide_b, mask=(row < heads) & (wide_b < K_DIM), other=0.0)
+                acc, top, total = over_tiles(
+                    x, xb, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots,
+                    page, kc_page, kc_token, vc_page, vc_token, scale, cap, row, 0, 0, TILE, KEYS, K_DIM, V_DIM, K_A,
+                    K_B, B_V, CAP, False, False, RUNS, SHARED,
+                )  # fmt: skip
+            else:
+                acc, top, total = over(
+                    x.to(tl.float32) * scale, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start,
+                    end, num_slots, page, kc_page, kc_token, vc_page, vc_token, cap, row, 0, 0, TILE, K_DIM, V_DIM,
+                    K_A, B_V, CAP, False, False,
+                )  # fmt: skip
+            # Nothing seen: zeros, not 0 / 0.
+            found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            tl.store(to + wide_v, found.to(out.dtype.element_ty), mask=(row < heads) & (wide_v < V_DIM))
         if LSE:
             lane = tl.arange(0, TILE)
             tl.store(lse + i * l_token + head + lane, top + tl.log(total), mask=lane < heads)
@@ -96,13 +114,15 @@ def decode_attention(
         return out
     nnz = kv_indices.shape[0]
     group = q_heads // kv_heads
-    tile = tiling(q, k_cache, v_cache, group)
+    # A cap takes the unified buffer beyond what is left to the compiler.
+    tile = tiling(q, k_cache, v_cache, group, pieces=logit_cap <= 0)
     _decode_attention(
         (min(tile.cores, bs * kv_heads * cdiv(group, tile.rows)),),
         q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
         bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
         *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TILE=tile.rows, CAP=logit_cap > 0, LSE=lse is not None, **tile.static,
+        KV_HEADS=kv_heads, GROUP=group, TILE=tile.rows, CAP=logit_cap > 0, LSE=lse is not None,
+        **{"PIECES": False, **tile.static},
     )  # fmt: skip
     return out
 

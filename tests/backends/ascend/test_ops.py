@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from importlib import import_module
 from typing import Any
@@ -43,6 +44,39 @@ def test_sample(op: str, sample: Any) -> None:
     if refused:
         assert sample.tag != "required", refused
         assert refused.split(":")[0] in ("fp8", "head_dim", "device_slots")
+
+
+LATENT = {
+    "kv_heads": 1,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "cache": "paged",
+    "page_size": 16,
+    "cache_view": "shared",
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"dtype": "bf16", "q_heads": 16, "bs": 1, "longest": 230, "lengths": "full"},
+        {"dtype": "fp32", "q_heads": 21, "bs": 1, "longest": 230, "lengths": "full", "sliding_window": 90},
+        {"dtype": "fp16", "q_heads": 5, "bs": 4, "longest": 70, "values": "extreme"},
+        {"dtype": "bf16", "q_heads": 2, "bs": 2, "longest": 40, "logit_cap": 3.0},
+    ],
+    ids=["bf16", "fp32", "fp16", "cap"],
+)
+def test_latent_rows_of_pages(params: dict[str, Any]) -> None:
+    """The contract's samples list them one by one: here slots follow each other, and are taken by tiles."""
+    spec = get_spec("decode_attention")
+    args = spec.make(seed=5, **LATENT, **params)
+    ends = args["kv_indptr"].tolist()
+    for start, end in itertools.pairwise(ends):
+        args["kv_indices"][start:end] = args["kv_indices"][start:end].sort().values
+    with lowered.recording() as launches:
+        execute(spec, args, RegistryTarget.of("ascend", "lowered"))
+    assert all(run.lowered.constants["PIECES"] == ("logit_cap" not in params) for run in launches)
+    assert launches
 
 
 @pytest.mark.parametrize("op", OPS)
