@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hal._remote.target import RegistryTarget
 from hal.backends.ascend import hal_backend
 from hal.conformance.execute import Refused, execute
 from hal.kv.pool import KVPool
+from hal.lowered import machine
 from hal.ops import get_spec
 from hal.ops.proofs.judge import same_bits
 
@@ -91,6 +94,22 @@ def test_untraced_gives_the_same_bits(op: str) -> None:
             assert bool(same_bits(getattr(traced[name], part), getattr(untraced[name], part)).all()), name
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", ["rope_kv_write", "get_last_loc"])
+def test_what_is_kept_is_what_is_compiled(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever earlier runs have left in the cache."""
+    contract = get_spec(op)
+    first, again = (contract.make(seed=7, **contract.samples[0].params) for _ in range(2))
+    a = run(op, first)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.modules["hal.lowered.lower"], "_lowered", {})
+    monkeypatch.setattr(machine, "_machines", {})
+    b = run(op, again)
+    assert {p.suffix for p in tmp_path.rglob("*") if p.is_file()} == {".json", ".o"}
+    for name in (n for n in contract.mutated if first[n] is not None):
+        assert bool(same_bits(first[name], again[name]).all()), name
+    assert a is None or torch.equal(a, b)
 
 
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
