@@ -24,7 +24,7 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 """A field of SGLang's `ServerArgs`, the values that hal takes, and what another one asks for."""
 
-CHAINS = {"EAGLE": "eagle_topk", "STANDALONE": "eagle_topk", "NGRAM": "ngram_max_bfs_breadth"}
+CHAINS = {"EAGLE": "eagle_topk", "EAGLE3": "eagle_topk", "NEXTN": "eagle_topk", "STANDALONE": "eagle_topk", "NGRAM": "ngram_max_bfs_breadth"}
 """SGLang's algorithms of speculative decoding that hal takes, each with the field that must be 1: no trees."""
 
 SPECULATIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (

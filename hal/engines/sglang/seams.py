@@ -28,6 +28,7 @@ HOOKS: dict[str, str] = {
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
+    "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head": "cpu.set_embed_and_head",
     f"{HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
