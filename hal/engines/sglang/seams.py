@@ -22,6 +22,7 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 HOST = "sglang.srt.mem_cache.pool_host"
 SPECULATIVE = "sglang.kernels.ops.speculative"
 DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+TREES = ("build_tree_kernel_efficient_func", "verify_tree_greedy_func")
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
@@ -35,6 +36,7 @@ HOOKS: dict[str, str] = {
     f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": "apart.normalize_kv_mem_kinds",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
+    **{f"{SPECULATIVE}.spec_tree.{name}": f"trees.{name}" for name in TREES},
     **{
         f"{path}.{name}": f"speculative.{name}"
         for path, name in (
@@ -43,8 +45,6 @@ HOOKS: dict[str, str] = {
             (f"{SPECULATIVE}.cache_locs", "fill_front_out_cache_loc_func"),
             (f"{SPECULATIVE}.eagle", "fill_accept_out_cache_loc_func"),
             (f"{SPECULATIVE}.eagle", "fill_bonus_tokens_func"),
-            (f"{SPECULATIVE}.spec_tree", "build_tree_kernel_efficient_func"),
-            (f"{SPECULATIVE}.spec_tree", "verify_tree_greedy_func"),
             ("sglang.srt.speculative.spec_utils", "select_top_k_tokens"),
             (DRAFTS, "create_decode_backend"),
             (DRAFTS, "create_draft_extend_backend"),
@@ -54,7 +54,11 @@ HOOKS: dict[str, str] = {
 }
 """SGLang's function, and hal's in its place: the same parameters."""
 
-SAMPLING = ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
+SAMPLING = {
+    "tree_speculative_sampling_target_only": "trees.tree_speculative_sampling_target_only",
+    "top_k_renorm_prob": "speculative.top_k_renorm_prob",
+    "top_p_renorm_prob": "speculative.top_p_renorm_prob",
+}
 """Functions of verifying that are None in `speculative.eagle_utils` where there is no CUDA."""
 
 _failed: HalError | None = None
@@ -80,7 +84,7 @@ def _install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative import eagle_utils
 
-    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, speculative
+    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, trees
 
     found = {target: pkgutil.resolve_name(target) for target in HOOKS}
     ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
@@ -100,11 +104,11 @@ def _install() -> None:
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
     kernels.register()
-    for name in SAMPLING:
+    for name, ours_of_it in SAMPLING.items():
         if getattr(eagle_utils, name) is None:
-            setattr(eagle_utils, name, getattr(speculative, name))
+            setattr(eagle_utils, name, pkgutil.resolve_name(f"{HERE}.{ours_of_it}"))
     # Its import ends without `sgl_kernel`; it has one function that anybody calls.
-    sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = speculative
+    sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = trees
     for target, function in ours.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     _replaced.update(found)
