@@ -16,7 +16,7 @@ from torch import Tensor
 import hal
 from hal.engines import layer as asking_layer
 from hal.engines._masks import attend_trees
-from hal.engines.sglang import limits, switched_on
+from hal.engines.sglang import limits, ngram, switched_on
 from hal.engines.sglang.pools import FP8, HalMHAPool, HalMLAPool
 
 
@@ -54,6 +54,8 @@ class HalAttention(AttentionBackend):
         self._check(runner)
         self.dtype = runner.dtype
         self.trees = limits.has_trees(runner.server_args)
+        if runner.server_args.speculative_algorithm == "NGRAM":
+            ngram.ask_for_masks_of_drafts()
         self.index = torch.int32
         self.kv_indices = torch.empty(0, dtype=self.index, device=self.device)
         self.forward_metadata: Step | None = None
