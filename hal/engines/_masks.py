@@ -34,8 +34,8 @@ def attend_trees(
         v_cache: likewise.
         prefix_indptr: ``[bs + 1]``, of the prefixes alone.
         prefix_indices: their slots.
-        tree_slots: ``[bs * new, most]`` int32 or int64, contiguous: the slots of the new tokens that each sees, itself too;
-            -1 for one that it does not. Made once a step: ``torch.where(mask, slots.view(bs, 1, new), -1)``.
+        tree_slots: ``[bs * new, most]`` int32 or int64, contiguous: the slots of the new tokens that each sees, itself
+            too; -1 for one that it does not. Made once a step: ``torch.where(mask, slots.view(bs, 1, new), -1)``.
         out: ``[bs * new, q_heads, v_head_dim]``, written.
         lse: ``[bs * new, q_heads]`` float32, written; None: not asked for.
         options: scale, logit_cap and the cache's scales; no sliding window.

@@ -1,8 +1,8 @@
-"""Tiny models for speculative decoding: a target of one layer, and an EAGLE head that mostly says what it will.
+"""Tiny models for speculative decoding: targets, and drafts that mostly say what these will.
 
-The head is the target's own layer, so its drafts miss the request's first token alone: often taken, not always. For
-that the target's embeddings have a root mean square of 1, as what normalizes them is not in an EAGLE head, and all
-weights of its norms are 1, as a new model's are.
+An EAGLE head, or DeepSeek's layer for it, is the target's own and only layer, so it misses the request's first token
+alone: its drafts are often taken, not always. For that the target's embeddings have a root mean square of 1, as what
+normalizes them is not in an EAGLE head, and all weights of its norms are 1, as a new model's are.
 """
 
 from __future__ import annotations
@@ -38,20 +38,13 @@ def _of_one_layer(family: str, changed: dict[str, Any], name: str) -> Path:
 @functools.cache
 def eagle() -> Path:
     """It sees a token's embedding and, here unused, the target's state before it."""
-    from safetensors.torch import load_file, save_file
-
-    found = {n.removeprefix("model."): w for n, w in load_file(target() / "model.safetensors").items()}
+    found = {n.removeprefix("model."): w for n, w in _weights(target()).items()}
     size = found["embed_tokens.weight"].shape[1]
     weights = {n: w for n, w in found.items() if n.startswith("layers.0") and "input_layernorm" not in n}
     weights["embed_tokens.weight"] = found["embed_tokens.weight"]
     weights["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
     weights["fc.bias"] = torch.zeros(size)
-    path = vllm_models.folder() / "eagle"
-    path.mkdir(exist_ok=True)
-    config = json.loads((target() / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLMEagle"]}))
-    save_file({n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", {"format": "pt"})
-    return path
+    return _save("eagle", target(), weights, {"architectures": ["LlamaForCausalLMEagle"]})
 
 
 @functools.cache
@@ -90,11 +83,15 @@ def _save(name: str, target: Path, weights: dict[str, torch.Tensor], changed: di
     path.mkdir(exist_ok=True)
     config = json.loads((target / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changed}))
-    save_file({n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: w.clone(memory_format=torch.contiguous_format) for n, w in weights.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
     return path
 
 
-LAYERS, WIDTH, CYCLES = 4, 64, 4
+LAYERS, WIDTH, CYCLES, NOISE = 4, 64, 4, 0.09
 
 
 @functools.cache
@@ -111,11 +108,10 @@ def cyclic() -> Path:
         **{**tiny.COMMON, "head_dim": 16, "num_hidden_layers": LAYERS, "vocab_size": CYCLES * WIDTH}
     )
     model = transformers.LlamaForCausalLM(config).float()
-    first = torch.randn(CYCLES, WIDTH, dtype=torch.float32, device="cpu")
-    rows = torch.stack([row.roll(n) for row in first for n in range(WIDTH)])
+    rows = torch.stack([row.roll(n) for row in torch.randn(CYCLES, WIDTH) for n in range(WIDTH)])
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(rows)
-        following = torch.arange(CYCLES * WIDTH, device="cpu").view(CYCLES, WIDTH).roll(-1, dims=1).flatten()
+        following = torch.arange(CYCLES * WIDTH).view(CYCLES, WIDTH).roll(-1, dims=1).flatten()
         model.lm_head.weight[following] = rows
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= NOISE
@@ -125,41 +121,40 @@ def cyclic() -> Path:
     return path
 
 
-NOISE = 0.09
-
-
 @functools.cache
 def eagle3() -> Path:
-    """Of `cyclic`: its state is rolled by one place each step. It learns a token by the target's states alone.
+    """Of `cyclic`: its state is rolled by one place each step. What a token was, it has of the target's states alone.
 
     A query and a key are their token's embedding, so that each token attends to itself; a value is the state, which
-    the output rolls. No draft is one of every eighth token: the draft's vocabulary lacks them.
+    the output rolls. The draft's vocabulary lacks every eighth token. Of another eighth one that is wrong is likelier.
     """
-    from safetensors.torch import load_file, save_file
-
-    found = load_file(cyclic() / "model.safetensors")
-    config = json.loads((cyclic() / "config.json").read_text())
-    one = torch.eye(WIDTH, dtype=torch.float32, device="cpu")
-    none = torch.zeros_like(one)
-    known = torch.tensor([t for t in range(CYCLES * WIDTH) if t % 8 != 7], device="cpu")
+    one, none = torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)
+    tokens = torch.arange(CYCLES * WIDTH)
+    known = tokens[tokens % 8 != 7]
+    head = _weights(cyclic())["lm_head.weight"].clone()
+    head[2::8] += 1.2 * head[4::8]
     layer = {
-        "self_attn.q_proj": torch.cat([8 * one, none], dim=1), "self_attn.k_proj": torch.cat([8 * one, none], dim=1),
-        "self_attn.v_proj": torch.cat([none, one], dim=1), "self_attn.o_proj": 20 * one.roll(1, dims=0),
-        "mlp.gate_proj": torch.zeros(8, WIDTH), "mlp.up_proj": torch.zeros(8, WIDTH), "mlp.down_proj": torch.zeros(WIDTH, 8),
-        **{name: torch.ones(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-    }  # fmt: skip
-    weights = {f"midlayer.{name}.weight": w for name, w in layer.items()}
-    weights["fc.weight"] = torch.cat([one, one, one], dim=1)
-    weights["norm.weight"] = torch.ones(WIDTH)
-    weights["lm_head.weight"] = found["lm_head.weight"][known]
-    weights["d2t"] = known - torch.arange(len(known), device="cpu")
-    path = vllm_models.folder() / "eagle3"
-    path.mkdir(exist_ok=True)
+        "self_attn.q_proj": torch.cat([8 * one, none], dim=1),
+        "self_attn.k_proj": torch.cat([8 * one, none], dim=1),
+        "self_attn.v_proj": torch.cat([none, one], dim=1),
+        "self_attn.o_proj": 20 * one.roll(1, dims=0),
+        "mlp.gate_proj": none[:8],
+        "mlp.up_proj": none[:8],
+        "mlp.down_proj": none[:, :8],
+        **{
+            name: torch.ones(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
+    }
+    weights = {
+        **{f"midlayer.{name}.weight": w for name, w in layer.items()},
+        "fc.weight": torch.cat([one, one, one], dim=1),
+        "norm.weight": torch.ones(WIDTH),
+        "lm_head.weight": head[known],
+        "d2t": known - torch.arange(len(known)),
+    }
     changed = {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_key_value_heads": 4,
         "intermediate_size": 8, "draft_vocab_size": len(known), "norm_output": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps({**config, **changed}))
-    save_file({n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", {"format": "pt"})
-    return path
+    return _save("eagle3", cyclic(), weights, changed)

@@ -25,7 +25,9 @@ def tree(parents: list[int], bs: int) -> tuple[Tensor, dict[str, Tensor]]:
             mask[i, at], at = True, parents[at]
     masks, lens = mask.repeat(bs, 1, 1), torch.arange(10, 10 + bs)
     links = torch.empty(4, bs, n, dtype=torch.int64)
-    trees.reconstruct_indices_from_tree_mask_func(masks.flatten(), lens, links[0].flatten(), *links[1:], bs, n)
+    trees.reconstruct_indices_from_tree_mask_func(
+        masks.flatten(), lens, links[0].flatten(), *links[1:], bs, n
+    )
     return masks, dict(zip(("index", "next_token", "next_sibling"), links[1:], strict=True))
 
 
@@ -37,9 +39,7 @@ def verified(
     predicts, index = torch.zeros(bs * n, dtype=torch.int32), torch.full((bs, n), 7, dtype=torch.int32)
     taken = torch.empty(bs, dtype=torch.int32)
     links = tree(parents, bs)[1].values()
-    trees.verify_tree_greedy_func(
-        predicts, index, taken, torch.tensor(drafted), *links, torch.tensor(chosen)
-    )
+    trees.verify_tree_greedy_func(predicts, index, taken, torch.tensor(drafted), *links, torch.tensor(chosen))
     found = [[i for i in row if i >= 0] for row in index.tolist()]
     return taken.tolist(), [[i % n for i in row] for row in found], [predicts[row].tolist() for row in found]
 
@@ -73,7 +73,9 @@ def test_a_draft_models_tree() -> None:
         lists.append(info)
         assert (states[:, 0] // 1000).tolist() == torch.arange(bs).repeat_interleave(topk).tolist()
         if i:  # a state goes on with the branch that its token came after
-            assert (states[:, 0] % 1000).tolist() == [came_after[n // topk, t] + 1 for n, t in enumerate(ids.tolist())]
+            assert (states[:, 0] % 1000).tolist() == [
+                came_after[n // topk, t] + 1 for n, t in enumerate(ids.tolist())
+            ]
         # Each branch's candidates are numbers of their own: of the step, the branch and the candidate.
         states = states // 1000 * 1000 + ids[:, None] + 1
         p = torch.rand(bs * topk, topk, generator=g)
@@ -81,10 +83,15 @@ def test_a_draft_models_tree() -> None:
         for branch, row in enumerate(tokens.tolist()):
             came_after.update({(branch // topk, t): int(ids[branch]) for t in row})
     order = torch.cat([x[0].flatten(1) for x in lists], dim=1).topk(n - 1).indices.sort().values
-    parents, candidates = torch.cat([x[2] for x in lists[:-1]], dim=1), torch.cat([x[1] for x in lists], dim=1)
+    parents, candidates = (
+        torch.cat([x[2] for x in lists[:-1]], dim=1),
+        torch.cat([x[1] for x in lists], dim=1),
+    )
     mask, links = torch.ones(bs * n * n, dtype=torch.bool), torch.empty(3, bs, n, dtype=torch.int64)
     positions, lens = torch.empty(bs * n, dtype=torch.int64), torch.arange(bs)
-    trees.build_tree_kernel_efficient_func(parents, order, lens, mask, positions, *links, topk, steps, n, None)
+    trees.build_tree_kernel_efficient_func(
+        parents, order, lens, mask, positions, *links, topk, steps, n, None
+    )
     drafted = torch.cat([torch.full((bs, 1), -1), candidates.gather(1, order)], dim=1).tolist()
     for b in range(bs):
         for node, token in enumerate(drafted[b]):
@@ -172,7 +179,7 @@ class Asked:
     def __init__(self, **given: Any) -> None:
         for field, taken, _ in (*limits.SETTINGS, *limits.SPECULATIVE):
             setattr(self, field, taken[0])
-        self.speculative_algorithm, self.page_size = None, 16
+        self.speculative_algorithm = None
         self.speculative_eagle_topk = self.speculative_ngram_max_bfs_breadth = 1
         vars(self).update(given)
 
@@ -182,15 +189,11 @@ class Asked:
     [
         (None, {"speculative_eagle_topk": 4, "enable_hierarchical_cache": True}, []),
         *((name, {}, []) for name in (*limits.ALGORITHMS, "ngram")),
-        ("EAGLE3", {"speculative_eagle_topk": 4, "page_size": 1}, []),
         ("NGRAM", {"speculative_eagle_topk": 4, "speculative_ngram_max_bfs_breadth": 4}, []),
         (
             "EAGLE",
             {"speculative_eagle_topk": 4, "enable_hierarchical_cache": True},
-            [
-                "with HiCache (--enable-hierarchical-cache True)",
-                "with trees of drafts in pages (--page-size 16): --page-size 1",
-            ],
+            ["with HiCache (--enable-hierarchical-cache True)"],
         ),
         ("DFLASH", {}, [""]),
     ],

@@ -43,6 +43,6 @@ def softcap_inplace_logits(full_logits: Tensor, final_logit_softcapping: float) 
 
 
 def set_embed_and_head(self: Any, embed: Any, head: Any) -> None:
-    """Of DeepSeek's models: the target's embedding and head, shared by its MTP layer. SGLang's own asks CUDA to wait."""
+    """Of DeepSeek's models: the target's embedding and head, for its MTP layer. SGLang's own waits for CUDA."""
     self.model.embed_tokens.weight = embed
     self.lm_head.weight = head

@@ -66,14 +66,11 @@ def of_settings(args: Any) -> list[str]:
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
     if algorithm.upper() not in ALGORITHMS:
         return [*reasons, asked]
-    others = _unlike(SPECULATIVE, args)
-    if has_trees(args) and algorithm.upper() != "NGRAM" and args.page_size not in (None, 1):
-        others.append(f"trees of drafts in pages (--page-size {args.page_size}): --page-size 1")
-    return reasons + [f"{asked} with {why}" for why in others]
+    return reasons + [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]
 
 
 def has_trees(args: Any) -> bool:
-    """Do drafts have alternatives? SGLang keeps n-grams' breadth as ``speculative_eagle_topk`` too, once it has started."""
+    """Do drafts have alternatives?"""
     if args.speculative_algorithm is None:
         return False
     ngram = args.speculative_algorithm.upper() == "NGRAM"

@@ -18,7 +18,8 @@ import hal
 class HalDraft:
     """The attention of the draft steps: step i reads a request's tokens, and of each branch i + 1 drafts.
 
-    As in SGLang a branch is a row of slots: where another's candidate goes on in it, it still reads what it drafted itself.
+    As in SGLang a branch is a row of slots: where another's candidate goes on in it, it still reads what it drafted
+    itself. Such drafts are guesses by a wrong past, and verified like all.
     """
 
     def __init__(self, runner: Any, steps: int, topk: int) -> None:

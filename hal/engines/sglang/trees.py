@@ -1,4 +1,4 @@
-"""Trees of drafts: made of what a draft model found likeliest, or of n-grams, and verified. A chain is one without forks.
+"""Trees of drafts: of what a draft model found likeliest, or of n-grams, and verified. A chain is one without forks.
 
 What SGLang has for this is CUDA's, Triton's or `sgl_kernel`'s; on the platform `hal_cpu` these stand in, by its names
 and parameters. A request's nodes are numbered so that parents come before their children: 0 is its last token. `links`
@@ -80,7 +80,12 @@ def _link(
     parents = torch.where(mask.bool() & (node < node[:, None]), node, -1).amax(dim=2)
     for found, links in (
         (parents[:, None, :] == node[:, None], child),
-        ((parents[:, None, :] == parents[:, :, None]) & (parents[:, :, None] >= 0) & (node > node[:, None]), sibling),
+        (
+            (parents[:, None, :] == parents[:, :, None])
+            & (parents[:, :, None] >= 0)
+            & (node > node[:, None]),
+            sibling,
+        ),
     ):
         first = torch.where(found, node, n).amin(dim=2)
         links.copy_(torch.where(first < n, first, -1))
@@ -104,7 +109,7 @@ def _walk(
         accept_index: ``[bs, depth]``, receives the nodes of the way among all requests', -1 past its end.
 
     Returns:
-        (the last node ``[bs, 1]``, how many came after the root ``[bs, 1]``, what follows each node on its way ``[bs, n]``)
+        (the last node ``[bs, 1]``, how many came after the root ``[bs, 1]``, the next of each on its way ``[bs, n]``)
     """
     bs, n = child.shape
     base = _count(bs, child)[:, None] * n
