@@ -41,8 +41,9 @@ ENGINES: dict[str, dict[str, Any]] = {
         "page_size": 1,
     },
     "standalone": {"speculative_algorithm": "STANDALONE", **DRAFTED},
-    "eagle": {"speculative_algorithm": "EAGLE", **DRAFTED},
+    "eagle-trees": {"speculative_algorithm": "EAGLE", **IN_TREES},
     "nextn": {"speculative_algorithm": "NEXTN", **DRAFTED, "page_size": 1},
+    "nextn-trees": {"speculative_algorithm": "NEXTN", **IN_TREES},
     "eagle3": {"speculative_algorithm": "EAGLE3", **DRAFTED},
     "eagle3-trees": {"speculative_algorithm": "EAGLE3", **IN_TREES},
 }  # fmt: skip
@@ -52,9 +53,10 @@ EVERY = {
 }  # fmt: skip
 PAGED, TREES = {"alloc_extend", "get_last_loc"}, {"kv_move"}
 MORE = {
-    **{job: {"kv_write", *TREES} for job in ("ngram", "eagle3-trees")},
-    **{job: {"kv_write", *PAGED} for job in ("standalone", "eagle", "eagle3")},
+    **{job: {"kv_write", *TREES} for job in ("ngram", "eagle-trees", "eagle3-trees")},
+    **{job: {"kv_write", *PAGED} for job in ("standalone", "eagle3")},
     "nextn": {"mla_kv_write"},
+    "nextn-trees": {"mla_kv_write", *TREES},
 }
 
 
@@ -70,8 +72,8 @@ def jobs() -> dict[str, dict[str, Any]]:
     models = {
         "ngram": (llama, None),
         "standalone": (llama, llama),
-        "eagle": (str(drafts.target()), str(drafts.eagle())),
-        "nextn": (str(drafts.deepseek()), str(drafts.mtp())),
+        "eagle-trees": (str(drafts.target()), str(drafts.eagle())),
+        **dict.fromkeys(("nextn", "nextn-trees"), (str(drafts.deepseek()), str(drafts.mtp()))),
         **dict.fromkeys(("eagle3", "eagle3-trees"), (str(drafts.cyclic()), str(drafts.eagle3()))),
     }
     made: dict[str, dict[str, Any]] = {
@@ -147,7 +149,7 @@ def test_cached_prefixes_are_used(job: str) -> None:
 
 @pytest.mark.parametrize(
     ("job", "target", "draft"),
-    [("standalone", 2, 2), ("eagle", 1, 1), ("nextn", 1, 1), ("eagle3", drafts.LAYERS, 1)],
+    [("standalone", 2, 2), ("nextn", 1, 1), ("eagle3", drafts.LAYERS, 1)],
 )
 def test_every_layer_of_every_step(job: str, target: int, draft: int) -> None:
     """A step is two drafts that are read, the target's verification, and the draft model's reading of what it took."""
@@ -158,9 +160,13 @@ def test_every_layer_of_every_step(job: str, target: int, draft: int) -> None:
     assert 0 <= (target + draft) * forwards - calls["extend_attention"] <= target + draft
 
 
-def test_every_layer_of_every_step_in_trees() -> None:
+@pytest.mark.parametrize(
+    ("job", "target", "draft"),
+    [("eagle-trees", 1, 1), ("nextn-trees", 1, 1), ("eagle3-trees", drafts.LAYERS, 1)],
+)
+def test_every_layer_of_every_step_in_trees(job: str, target: int, draft: int) -> None:
     """Branches and the tree are read by both ops in each layer, prefix and drafts; what was taken, as in chains."""
-    calls, target, draft = result("eagle3-trees")["calls"], drafts.LAYERS, 1
+    calls = result(job)["calls"]
     verified = calls["kv_move"]
     in_trees = (draft * (STEPS - 1) + target) * verified
     assert calls["decode_attention"] == in_trees

@@ -172,16 +172,9 @@ class HalAttention(AttentionBackend):
         lists = step.kv_indptr, step.kv_indices
         if step.tree_slots is not None:
             attend_trees(
-                ops,
-                q,
-                k_cache,
-                v_cache,
-                *lists,
-                step.tree_slots,
-                out.view(-1, heads, v_dim),
-                **options,
-                **scales,
-            )
+                ops, q, k_cache, v_cache, step.kv_indptr, step.kv_indices, step.tree_slots,
+                out.view(-1, heads, v_dim), **options, **scales,
+            )  # fmt: skip
         elif step.qo_indptr is None:
             ops.decode_attention(q, k_cache, v_cache, *lists, out.view(-1, heads, v_dim), **options, **scales)
         else:
