@@ -83,6 +83,10 @@ def jobs() -> dict[str, dict[str, Any]]:
         }
         for name, engine in ENGINES.items()
     }  # fmt: skip
+    made["window"] = {
+        "model": str(vllm_models.tiny_model("gemma2-window-cap")), "rounds": [], "engine": {
+            **ENGINES["ngram"], "disable_hybrid_swa_memory": True},
+    }  # fmt: skip
     for name, job in made.items():
         job["name"] = name
     return made
@@ -194,3 +198,12 @@ def times_verified(job: str) -> int:
 def test_alternatives_are_taken() -> None:
     """A chain ends where the draft's first choice is wrong, a tree as deep goes on with the next."""
     assert times_verified("eagle3-trees") < times_verified("eagle3")
+
+
+def test_windows_beside_trees_are_refused() -> None:
+    assert not started().wait()
+    assert "error" in json.loads((folder() / "window.json").read_text())
+    assert (
+        "hal: sglang can't run this on hal: a sliding window beside trees"
+        in (folder() / "window.log").read_text()
+    )
