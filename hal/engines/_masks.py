@@ -34,8 +34,8 @@ def attend_trees(
         v_cache: likewise.
         prefix_indptr: ``[bs + 1]``, of the prefixes alone.
         prefix_indices: their slots.
-        tree_slots: ``[bs * new, new]`` int32 or int64: the slots of the new tokens that each sees, itself among them;
-            -1 for one that it does not. Made once a step: ``torch.where(mask, slots.view(bs, 1, new), -1)``.
+        tree_slots: ``[bs * new, most]`` int32 or int64, contiguous: the slots of the new tokens that each sees, itself
+            too; -1 for one that it does not. Made once a step: ``torch.where(mask, slots.view(bs, 1, new), -1)``.
         out: ``[bs * new, q_heads, v_head_dim]``, written.
         lse: ``[bs * new, q_heads]`` float32, written; None: not asked for.
         options: scale, logit_cap and the cache's scales; no sliding window.
@@ -43,11 +43,11 @@ def attend_trees(
     Returns:
         `out`.
     """
-    tokens, new = tree_slots.shape
+    tokens, most = tree_slots.shape
     requests = prefix_indptr.shape[0] - 1
     sums = torch.empty((2, tokens, q.shape[1]), dtype=torch.float32, device=q.device)
-    starts = torch.arange(max(requests, tokens) + 1, dtype=prefix_indptr.dtype, device=q.device) * new
-    qo_indptr, tree_indptr = starts[: requests + 1], starts[: tokens + 1]
+    count = torch.arange(max(requests, tokens) + 1, dtype=prefix_indptr.dtype, device=q.device)
+    qo_indptr, tree_indptr = count[: requests + 1] * (tokens // max(requests, 1)), count[: tokens + 1] * most
     ops.extend_attention(
         q, k_cache, v_cache, qo_indptr, prefix_indptr, prefix_indices, out, sums[0], causal=False, **options
     )

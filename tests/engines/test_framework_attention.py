@@ -85,6 +85,18 @@ def test_trees(prefixes: list[int]) -> None:
             torch.testing.assert_close(lse[b * new + i], logits.logsumexp(-1))
 
 
+def test_branches() -> None:
+    """Fewer slots than new tokens of a request: as in a list of all of them."""
+    q, k, v = torch.randn(4, HEADS, DIM), torch.randn(9, HEADS, DIM), torch.randn(9, HEADS, DIM)
+    out = torch.empty(4, HEADS, DIM)
+    indptr, slots = torch.tensor([0, 3, 4]), torch.tensor([8, 1, 0, 5])
+    branches = torch.tensor([[2], [3], [4], [6]])
+    attend_trees(hal, q, k, v, indptr, slots, branches, out, scale=0.4)
+    for n, prefix in enumerate(([8, 1, 0], [8, 1, 0], [5], [5])):
+        seen = [*prefix, int(branches[n])]
+        torch.testing.assert_close(out[n : n + 1], attend(q[n : n + 1] * 0.4, k[seen], v[seen])[0])
+
+
 def test_axes() -> None:
     assert axes_of((2, 3, 3), interleaved=False) == [0, 0, 1, 1, 1, 2, 2, 2]
     assert axes_of((4, 2, 2), interleaved=True) == [0, 1, 2, 0, 1, 2, 0, 0]

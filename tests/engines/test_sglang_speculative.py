@@ -34,20 +34,30 @@ DRAFTED = {
     "speculative_eagle_topk": 1, "speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1,
     "page_size": 16,
 }  # fmt: skip
+IN_TREES = {**DRAFTED, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8, "page_size": 1}
 ENGINES: dict[str, dict[str, Any]] = {
     "ngram": {
-        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": 5,
+        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 3, "speculative_num_draft_tokens": 6,
         "page_size": 1,
     },
     "standalone": {"speculative_algorithm": "STANDALONE", **DRAFTED},
-    "eagle": {"speculative_algorithm": "EAGLE", **DRAFTED},
+    "eagle-trees": {"speculative_algorithm": "EAGLE", **IN_TREES},
+    "nextn": {"speculative_algorithm": "NEXTN", **DRAFTED, "page_size": 1},
+    "nextn-trees": {"speculative_algorithm": "NEXTN", **IN_TREES},
+    "eagle3": {"speculative_algorithm": "EAGLE3", **DRAFTED},
+    "eagle3-trees": {"speculative_algorithm": "EAGLE3", **IN_TREES},
 }  # fmt: skip
 EVERY = {
-    "assign_extend_cache_locs", "build_kv_indices", "compute_positions", "extend_attention", "kv_write",
+    "assign_extend_cache_locs", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
     "rope_kv_write", "write_req_to_token",
 }  # fmt: skip
-PAGED = {"decode_attention", "alloc_extend", "get_last_loc"}
-MORE = {"ngram": {"kv_move"}, "standalone": PAGED, "eagle": PAGED}
+PAGED, TREES = {"alloc_extend", "get_last_loc"}, {"kv_move"}
+MORE = {
+    **{job: {"kv_write", *TREES} for job in ("ngram", "eagle-trees", "eagle3-trees")},
+    **{job: {"kv_write", *PAGED} for job in ("standalone", "eagle3")},
+    "nextn": {"mla_kv_write"},
+    "nextn-trees": {"mla_kv_write", *TREES},
+}
 
 
 def prompts() -> list[list[int]]:
@@ -62,7 +72,9 @@ def jobs() -> dict[str, dict[str, Any]]:
     models = {
         "ngram": (llama, None),
         "standalone": (llama, llama),
-        "eagle": (str(drafts.target()), str(drafts.eagle())),
+        "eagle-trees": (str(drafts.target()), str(drafts.eagle())),
+        **dict.fromkeys(("nextn", "nextn-trees"), (str(drafts.deepseek()), str(drafts.mtp()))),
+        **dict.fromkeys(("eagle3", "eagle3-trees"), (str(drafts.cyclic()), str(drafts.eagle3()))),
     }
     made: dict[str, dict[str, Any]] = {
         name: {
@@ -70,6 +82,10 @@ def jobs() -> dict[str, dict[str, Any]]:
             "engine": {**engine, "speculative_draft_model_path": models[name][1]},
         }
         for name, engine in ENGINES.items()
+    }  # fmt: skip
+    made["window"] = {
+        "model": str(vllm_models.tiny_model("gemma2-window-cap")), "rounds": [], "engine": {
+            **ENGINES["ngram"], "disable_hybrid_swa_memory": True},
     }  # fmt: skip
     for name, job in made.items():
         job["name"] = name
@@ -135,18 +151,59 @@ def test_cached_prefixes_are_used(job: str) -> None:
     assert max(result(job)["rounds"][1]["cached"]) >= 16
 
 
-@pytest.mark.parametrize(("job", "layers"), [("standalone", 2), ("eagle", 1)])
-def test_every_layer_of_every_step(job: str, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("job", "target", "draft"),
+    [("standalone", 2, 2), ("nextn", 1, 1), ("eagle3", drafts.LAYERS, 1)],
+)
+def test_every_layer_of_every_step(job: str, target: int, draft: int) -> None:
     """A step is two drafts that are read, the target's verification, and the draft model's reading of what it took."""
     calls = result(job)["calls"]
-    steps = calls["assign_extend_cache_locs"]
-    assert calls["decode_attention"] == layers * (STEPS - 1) * steps
-    # Prompts are read by both models. `compute_positions` is not asked when verifying. The counts are written while the
-    # worker's last prompt runs: its two forwards may lack their layers.
-    assert 0 <= layers * (calls["compute_positions"] + steps) - calls["extend_attention"] <= 2 * layers
+    verified = calls["assign_extend_cache_locs"]
+    assert calls["decode_attention"] == draft * (STEPS - 1) * verified
+    forwards = read_by_both(calls, verified) + verified
+    assert 0 <= (target + draft) * forwards - calls["extend_attention"] <= target + draft
 
 
-@pytest.mark.parametrize(("job", "rounds"), [("ngram", 2), ("standalone", 2), ("eagle", 2)])
-def test_drafts_are_taken(job: str, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("job", "target", "draft"),
+    [("eagle-trees", 1, 1), ("nextn-trees", 1, 1), ("eagle3-trees", drafts.LAYERS, 1)],
+)
+def test_every_layer_of_every_step_in_trees(job: str, target: int, draft: int) -> None:
+    """Branches and the tree are read by both ops in each layer, prefix and drafts; what was taken, as in chains."""
+    calls = result(job)["calls"]
+    verified = calls["kv_move"]
+    in_trees = (draft * (STEPS - 1) + target) * verified
+    assert calls["decode_attention"] == in_trees
+    forwards = (target + draft) * read_by_both(calls, verified) + draft * verified
+    assert 0 <= forwards - (calls["extend_attention"] - in_trees) <= target + draft
+
+
+def read_by_both(calls: dict[str, int], verified: int) -> int:
+    """Forwards of prompts, which both models read. `compute_positions` is not asked when verifying, but when the draft
+    model reads what was taken. The counts are written while the worker's last prompt runs: it may lack its layers."""
+    return (calls["compute_positions"] - verified + 1) // 2
+
+
+@pytest.mark.parametrize("job", ENGINES)
+def test_drafts_are_taken(job: str) -> None:
     """In fewer steps than one a token: n-grams find the second round's tokens in the first one's."""
-    assert result(job)["calls"]["assign_extend_cache_locs"] < rounds * (NEW - 1) * 3 // 4
+    assert times_verified(job) < 2 * len(prompts()) * (NEW - 1) * 3 // 4
+
+
+def times_verified(job: str) -> int:
+    """Of all requests."""
+    return sum(sum(found["verified"]) for found in result(job)["rounds"])
+
+
+def test_alternatives_are_taken() -> None:
+    """A chain ends where the draft's first choice is wrong, a tree as deep goes on with the next."""
+    assert times_verified("eagle3-trees") < times_verified("eagle3")
+
+
+def test_windows_beside_trees_are_refused() -> None:
+    assert not started().wait()
+    assert "error" in json.loads((folder() / "window.json").read_text())
+    assert (
+        "hal: sglang can't run this on hal: a sliding window beside trees"
+        in (folder() / "window.log").read_text()
+    )

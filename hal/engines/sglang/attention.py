@@ -15,17 +15,22 @@ from torch import Tensor
 
 import hal
 from hal.engines import layer as asking_layer
-from hal.engines.sglang import limits, switched_on
+from hal.engines._masks import attend_trees
+from hal.engines.sglang import limits, ngram, switched_on
 from hal.engines.sglang.pools import FP8, HalMHAPool, HalMLAPool
 
 
 @dataclass
 class Step:
-    """One step's lists, as hal's attention ops take them. `qo_indptr`: None where each request has one new token."""
+    """One step's lists, as hal's attention ops take them. `qo_indptr`: None where each request has one new token.
+
+    With `tree_slots` the lists are of prefixes: `attend_trees` takes them all.
+    """
 
     kv_indptr: Tensor
     kv_indices: Tensor
-    qo_indptr: Tensor | None
+    qo_indptr: Tensor | None = None
+    tree_slots: Tensor | None = None
 
 
 class HalAttention(AttentionBackend):
@@ -48,6 +53,9 @@ class HalAttention(AttentionBackend):
         self.scaled = self.fp8 is not None and not self.latent
         self._check(runner)
         self.dtype = runner.dtype
+        self.trees = limits.has_trees(runner.server_args)
+        if runner.server_args.speculative_algorithm == "NGRAM":
+            ngram.ask_for_masks_of_drafts()
         self.index = torch.int32
         self.kv_indices = torch.empty(0, dtype=self.index, device=self.device)
         self.forward_metadata: Step | None = None
@@ -58,7 +66,8 @@ class HalAttention(AttentionBackend):
                     self._bind(module)
 
     def _check(self, runner: Any) -> None:
-        reasons = limits.of_settings(runner.server_args) + limits.of_model(runner.model)
+        args = runner.server_args
+        reasons = limits.of_settings(args) + limits.of_model(runner.model, limits.has_trees(args))
         if self.device.type != "cpu":
             reasons.append(f"the device {self.device}: the adapter was run on CPUs alone so far")
         expected: tuple[type, ...] = HalMLAPool, HalMHAPool
@@ -81,10 +90,33 @@ class HalAttention(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any, drafted: int = 0) -> None:
         """`drafted`: how many tokens past ``seq_lens`` each request reads; verifying reads all of its drafts."""
-        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
-        bs = seq_lens.shape[0]
+        mode, bs = forward_batch.forward_mode, forward_batch.seq_lens.shape[0]
         if mode.is_target_verify():
             drafted = forward_batch.spec_info.draft_token_num
+            if self.trees:
+                slots = forward_batch.out_cache_loc.view(bs, 1, drafted)
+                mask = forward_batch.spec_info.custom_mask.view(bs, drafted, drafted)
+                self.init_trees(forward_batch, torch.where(mask, slots, -1).flatten(0, 1))
+                return
+        lists = self._list(forward_batch, drafted)
+        qo_indptr = None
+        if mode.is_target_verify():
+            qo_indptr = torch.arange(bs + 1, dtype=self.index, device=self.device) * drafted
+        elif not mode.is_decode_or_idle():
+            lens = forward_batch.extend_seq_lens
+            qo_indptr = torch.zeros(bs + 1, dtype=lens.dtype, device=self.device)
+            torch.cumsum(lens, 0, out=qo_indptr[1:])
+        self.forward_metadata = Step(*lists, qo_indptr)
+
+    def init_trees(self, forward_batch: Any, tree_slots: Tensor) -> None:
+        """A step whose new tokens see their request's prefix, and of each other ``[n, most]`` the slots given."""
+        tree_slots = tree_slots.to(self.index).contiguous()
+        self.forward_metadata = Step(*self._list(forward_batch, 0), tree_slots=tree_slots)
+
+    def _list(self, forward_batch: Any, drafted: int) -> tuple[Tensor, Tensor]:
+        """(where each request's slots begin, the slots): of its ``seq_lens`` and so many more."""
+        seq_lens = forward_batch.seq_lens
+        bs = seq_lens.shape[0]
         total = int(forward_batch.seq_lens_cpu.sum()) + bs * drafted
         if total > self.kv_indices.shape[0]:
             self.kv_indices = torch.empty(2 * total, dtype=self.index, device=self.device)
@@ -93,18 +125,11 @@ class HalAttention(AttentionBackend):
             self.req_to_token, forward_batch.req_pool_indices, seq_lens + drafted if drafted else seq_lens,
             kv_indptr, self.kv_indices,
         )  # fmt: skip
-        qo_indptr = None
-        if mode.is_target_verify():
-            qo_indptr = torch.arange(bs + 1, dtype=self.index, device=self.device) * drafted
-        elif not mode.is_decode_or_idle():
-            lens = forward_batch.extend_seq_lens
-            qo_indptr = torch.zeros(bs + 1, dtype=lens.dtype, device=self.device)
-            torch.cumsum(lens, 0, out=qo_indptr[1:])
-        self.forward_metadata = Step(kv_indptr, self.kv_indices, qo_indptr)
+        return kv_indptr, self.kv_indices
 
     @property
     def verify_mask(self) -> VerifyMask:
-        """A chain is verified without a mask: none is kept, and the smallest kind is asked for."""
+        """None is kept, a chain is verified without; of a tree the mask of its tokens alone is asked for."""
         return VerifyMask(
             torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False
         )
@@ -145,7 +170,12 @@ class HalAttention(AttentionBackend):
         ops, options = self.ops[_kind(layer)]
         k_cache, v_cache = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
         lists = step.kv_indptr, step.kv_indices
-        if step.qo_indptr is None:
+        if step.tree_slots is not None:
+            attend_trees(
+                ops, q, k_cache, v_cache, step.kv_indptr, step.kv_indices, step.tree_slots,
+                out.view(-1, heads, v_dim), **options, **scales,
+            )  # fmt: skip
+        elif step.qo_indptr is None:
             ops.decode_attention(q, k_cache, v_cache, *lists, out.view(-1, heads, v_dim), **options, **scales)
         else:
             ops.extend_attention(
@@ -179,6 +209,8 @@ class HalAttention(AttentionBackend):
         scales = {"k_scale": one, "v_scale": one} if self.scaled else {}
         attend = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_indptr": index, "kv_indices": index,
                   "out": out, **options, **scales}  # fmt: skip
+        if self.trees:
+            attend["lse"] = torch.zeros(1, layer.tp_q_head_num, dtype=torch.float32, device=self.device)
         ops = hal.bind(
             self.device, like={"decode_attention": attend, "extend_attention": {**attend, "qo_indptr": index}}
         )

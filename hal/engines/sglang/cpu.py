@@ -40,3 +40,9 @@ def softcap_inplace_logits(full_logits: Tensor, final_logit_softcapping: float) 
     """Gemma's cap of the logits that tokens are chosen by; SGLang's own is a Triton kernel."""
     cap = final_logit_softcapping
     return full_logits.div_(cap).tanh_().mul_(cap)
+
+
+def set_embed_and_head(self: Any, embed: Any, head: Any) -> None:
+    """Of DeepSeek's models: the target's embedding and head, for its MTP layer. SGLang's own waits for CUDA."""
+    self.model.embed_tokens.weight = embed
+    self.lm_head.weight = head

@@ -24,8 +24,8 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 """A field of SGLang's `ServerArgs`, the values that hal takes, and what another one asks for."""
 
-CHAINS = {"EAGLE": "eagle_topk", "STANDALONE": "eagle_topk", "NGRAM": "ngram_max_bfs_breadth"}
-"""SGLang's algorithms of speculative decoding that hal takes, each with the field that must be 1: no trees."""
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+"""SGLang's algorithms of speculative decoding that hal takes."""
 
 SPECULATIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_hierarchical_cache", (False,), "HiCache"),
@@ -64,11 +64,18 @@ def of_settings(args: Any) -> list[str]:
     if algorithm is None:
         return reasons
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
-    chain = CHAINS.get(algorithm.upper())
-    if chain is None:
+    if algorithm.upper() not in ALGORITHMS:
         return [*reasons, asked]
-    trees = ((f"speculative_{chain}", (1,), "trees of drafts: chains alone are verified"),)
-    return reasons + [f"{asked} with {why}" for why in _unlike((*trees, *SPECULATIVE), args)]
+    return reasons + [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]
+
+
+def has_trees(args: Any) -> bool:
+    """Do drafts have alternatives?"""
+    if args.speculative_algorithm is None:
+        return False
+    ngram = args.speculative_algorithm.upper() == "NGRAM"
+    breadth = args.speculative_ngram_max_bfs_breadth if ngram else args.speculative_eagle_topk
+    return breadth is not None and breadth > 1
 
 
 def _unlike(settings: Sequence[tuple[str, tuple[Any, ...], str]], args: Any) -> list[str]:
@@ -79,8 +86,8 @@ def _unlike(settings: Sequence[tuple[str, tuple[Any, ...], str]], args: Any) -> 
     ]
 
 
-def of_model(model: torch.nn.Module) -> list[str]:
-    """Reasons against a model: what its layers of attention ask for."""
+def of_model(model: torch.nn.Module, trees: bool = False) -> list[str]:
+    """Reasons against a model: what its layers of attention ask for, verifying trees of drafts or not."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     reasons: dict[str, None] = {}
@@ -90,6 +97,7 @@ def of_model(model: torch.nn.Module) -> list[str]:
         for found, why in (
             (layer.attn_type is not AttentionType.DECODER, f"attention of the kind {layer.attn_type.value}"),
             (layer.is_cross_attention, "cross-attention"),
+            (trees and layer.sliding_window_size >= 0, "a sliding window beside trees of drafts"),
             (layer.use_irope, "chunked attention (iRoPE)"),
             (layer.xai_temperature_len > 0, "attention temperatures"),
             (bool(layer.logit_cap) and layer.logit_capping_method != "tanh", "a logit cap that is not tanh"),

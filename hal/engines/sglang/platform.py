@@ -65,4 +65,4 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         return assign_extend_cache_locs_func
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm in limits.CHAINS
+        return algorithm in limits.ALGORITHMS

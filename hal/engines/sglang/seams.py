@@ -22,18 +22,21 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 HOST = "sglang.srt.mem_cache.pool_host"
 SPECULATIVE = "sglang.kernels.ops.speculative"
 DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+TREES = ("build_tree_kernel_efficient_func", "verify_tree_greedy_func")
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
+    "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head": "cpu.set_embed_and_head",
     f"{HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": "apart.normalize_kv_mem_kinds",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
+    **{f"{SPECULATIVE}.spec_tree.{name}": f"trees.{name}" for name in TREES},
     **{
         f"{path}.{name}": f"speculative.{name}"
         for path, name in (
@@ -42,8 +45,6 @@ HOOKS: dict[str, str] = {
             (f"{SPECULATIVE}.cache_locs", "fill_front_out_cache_loc_func"),
             (f"{SPECULATIVE}.eagle", "fill_accept_out_cache_loc_func"),
             (f"{SPECULATIVE}.eagle", "fill_bonus_tokens_func"),
-            (f"{SPECULATIVE}.spec_tree", "build_tree_kernel_efficient_func"),
-            (f"{SPECULATIVE}.spec_tree", "verify_tree_greedy_func"),
             ("sglang.srt.speculative.spec_utils", "select_top_k_tokens"),
             (DRAFTS, "create_decode_backend"),
             (DRAFTS, "create_draft_extend_backend"),
@@ -53,7 +54,11 @@ HOOKS: dict[str, str] = {
 }
 """SGLang's function, and hal's in its place: the same parameters."""
 
-SAMPLING = ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
+SAMPLING = {
+    "tree_speculative_sampling_target_only": "trees.tree_speculative_sampling_target_only",
+    "top_k_renorm_prob": "speculative.top_k_renorm_prob",
+    "top_p_renorm_prob": "speculative.top_p_renorm_prob",
+}
 """Functions of verifying that are None in `speculative.eagle_utils` where there is no CUDA."""
 
 _failed: HalError | None = None
@@ -79,7 +84,7 @@ def _install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative import eagle_utils
 
-    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, speculative
+    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, trees
 
     found = {target: pkgutil.resolve_name(target) for target in HOOKS}
     ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
@@ -99,11 +104,11 @@ def _install() -> None:
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
     kernels.register()
-    for name in SAMPLING:
+    for name, ours_of_it in SAMPLING.items():
         if getattr(eagle_utils, name) is None:
-            setattr(eagle_utils, name, getattr(speculative, name))
+            setattr(eagle_utils, name, pkgutil.resolve_name(f"{HERE}.{ours_of_it}"))
     # Its import ends without `sgl_kernel`; it has one function that anybody calls.
-    sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = speculative
+    sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = trees
     for target, function in ours.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     _replaced.update(found)

@@ -1,7 +1,8 @@
-"""Speculative decoding in chains: each draft follows the one before it, so that to verify is to extend, causally.
+"""Speculative decoding: a draft model's steps, and the slots and tokens of what is taken.
 
 What SGLang has for this is CUDA's, Triton's or `sgl_kernel`'s; on the platform `hal_cpu` these stand in, by its names
-and parameters. Trees of drafts (`limits.of_speculation` refuses them) never get here.
+and parameters. In chains each draft follows the one before it, so that to verify is to extend, causally; `trees` has
+what else trees are.
 """
 
 from __future__ import annotations
@@ -15,25 +16,35 @@ import hal
 
 
 class HalDraft:
-    """The attention of a chain's draft steps: step i reads a request's tokens and i + 1 drafts."""
+    """The attention of the draft steps: step i reads a request's tokens, and of each branch i + 1 drafts.
 
-    def __init__(self, runner: Any, steps: int) -> None:
+    As in SGLang a branch is a row of slots: where another's candidate goes on in it, it still reads what it drafted
+    itself. Such drafts are guesses by a wrong past, and verified like all.
+    """
+
+    def __init__(self, runner: Any, steps: int, topk: int) -> None:
         from hal.engines.sglang.attention import HalAttention
 
+        self.branches = topk, steps
         # The last draft is only verified: no step of the draft model reads it.
         self.attn_backends = [HalAttention(runner) for _ in range(steps - 1)]
         for step in self.attn_backends:
             step.prefill_attention_backend_str = step.decode_attention_backend_str = "hal"
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        if self.branches[0] == 1:
+            for i, step in enumerate(self.attn_backends):
+                step.init_forward_metadata(forward_batch, i + 1)
+            return
+        slots = forward_batch.out_cache_loc.view(-1, *self.branches)
         for i, step in enumerate(self.attn_backends):
-            step.init_forward_metadata(forward_batch, i + 1)
+            step.init_trees(forward_batch, slots[:, :, : i + 1].flatten(0, 1))
 
 
 def create_decode_backend(self: Any) -> HalDraft | None:
     """Of SGLang's `DraftBackendFactory`: None where there is no step but the last."""
     return (
-        HalDraft(self.draft_model_runner, self.speculative_num_steps)
+        HalDraft(self.draft_model_runner, self.speculative_num_steps, self.topk)
         if self.speculative_num_steps > 1
         else None
     )
@@ -68,11 +79,11 @@ def assign_draft_cache_locs_contiguous_func(
     positions: Tensor | None = None,
     mrope: Tensor | None = None,
 ) -> None:
-    """The slots of each request's drafts, ``[bs * num_cols]``."""
-    assert topk == 1
+    """The slots of each request's drafts, ``[bs * topk * num_cols]``."""
     assert positions is None
     assert mrope is None
-    hal.assign_extend_cache_locs(req_to_token, req_pool_indices, seq_lens, seq_lens + num_cols, out_cache_loc)
+    ends = seq_lens + topk * num_cols
+    hal.assign_extend_cache_locs(req_to_token, req_pool_indices, seq_lens, ends, out_cache_loc)
 
 
 def fill_front_out_cache_loc_func(
@@ -96,158 +107,40 @@ def _count(n: int, like: Tensor) -> Tensor:
     return torch.arange(n, dtype=torch.int64, device=like.device)
 
 
-# --- the chain ----------------------------------------------------------------------------------------
+# --- drafts -------------------------------------------------------------------------------------------
 
 
 def select_top_k_tokens(
-    i: int, topk_p: Tensor, topk_index: Tensor, hidden_states: Tensor, scores: Tensor, topk: int
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The one candidate. SGLang's own is compiled, which takes longer than all drafts of a request."""
-    assert topk == 1
-    parents = torch.full_like(topk_index, i)
-    return topk_index.flatten(), hidden_states, topk_p, (topk_p.unsqueeze(1), topk_index, parents)
+    i: int, topk_p: Tensor, topk_index: Tensor, hidden_states: Tensor | None, scores: Tensor | None, topk: int
+) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The likeliest `topk` of all branches' candidates. SGLang's own is compiled: longer than a request's drafts take.
 
+    Args:
+        topk_p: ``[bs, topk]`` in step 0, then ``[bs * topk, topk]``: what is likeliest after each branch;
+            `topk_index`: these tokens.
+        hidden_states: ``[bs, size]`` in step 0, then ``[bs * topk, size]``, or None.
+        scores: ``[bs, topk]``, the branches' own, of the step before.
 
-def _link(
-    seq_lens: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    following: Tensor,
-    sibling: Tensor,
-    n: int,
-) -> None:
-    """A chain of n tokens a request, in the form of SGLang's trees; `mask` has rows of n columns."""
-    bs = seq_lens.shape[0]
-    step = _count(n, seq_lens)
-    mask.view(bs, n, n).copy_(step[:, None] >= step)
-    positions.view(bs, n).copy_(seq_lens[:, None] + step)
-    index.copy_(_count(bs * n, seq_lens).view(bs, n))
-    following.copy_(torch.where(step + 1 < n, step + 1, -1).expand(bs, n))
-    sibling.fill_(-1)
-
-
-def build_tree_kernel_efficient_func(
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    seq_lens: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: Any,
-) -> None:
-    """What verifying reads of the drafts: a chain. The attention backend asks for masks of the new tokens alone."""
-    assert topk == 1
-    _link(
-        seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, num_verify_tokens
-    )  # fmt: skip
-
-
-def reconstruct_indices_from_tree_mask_func(
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
-    """The same for n-grams: `ChainCorpus` makes no other masks."""
-    _link(
-        verified_seq_len, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling,
-        draft_token_num,
-    )  # fmt: skip
+    Returns:
+        (the branches' tokens ``[bs * topk]``, their states, their scores, (all candidates' scores
+        ``[bs, 1 or topk, topk]``, their tokens, which of all steps' candidates the branches are)).
+    """
+    if scores is None:
+        states = None if hidden_states is None else hidden_states.repeat_interleave(topk, dim=0)
+        branches = torch.arange(-1, topk, dtype=torch.int64, device=topk_p.device).expand(topk_p.shape[0], -1)
+        return topk_index.flatten(), states, topk_p, (topk_p.unsqueeze(1), topk_index, branches)
+    all_scores = scores.unsqueeze(2) * topk_p.view(-1, topk, topk)
+    tokens = topk_index.view(-1, topk * topk)
+    best, chosen = all_scores.flatten(1).topk(topk, dim=1)
+    states = hidden_states
+    if hidden_states is not None and topk > 1:
+        first = torch.arange(chosen.shape[0], dtype=torch.int64, device=chosen.device)[:, None] * topk
+        states = hidden_states[(first + chosen // topk).flatten()]
+    branches = chosen + topk + topk * topk * (i - 1)
+    return tokens.gather(1, chosen).flatten(), states, best, (all_scores, tokens, branches)
 
 
 # --- verifying ----------------------------------------------------------------------------------------
-
-
-def _accept(
-    correct: Tensor, tokens: Tensor, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor
-) -> None:
-    """Writes what was found: `correct` [bs, n - 1] drafts that fit, `tokens` [bs, n] what follows each token."""
-    bs, n = tokens.shape
-    taken = correct.int().cumprod(dim=1).sum(dim=1)
-    step = _count(n, tokens)
-    kept = step <= taken[:, None]
-    predicts.view(bs, n).copy_(torch.where(kept, tokens, 0))
-    accept_index.copy_(torch.where(kept, _count(bs * n, tokens).view(bs, n), -1))
-    accept_token_num.copy_(taken)
-
-
-def verify_tree_greedy_func(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    target_predict: Tensor,
-    topk: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts are taken as long as they are the target's own choice; then comes that choice itself.
-
-    Args:
-        predicts: ``[bs * n]``, receives the target's tokens for all that is taken.
-        accept_index: ``[bs, n]``, receives their places in `predicts`, -1 past them.
-        accept_token_num: ``[bs]``, receives the number of drafts taken.
-        candidates: ``[bs, n]``, a request's last token and its drafts.
-        target_predict: ``[bs, n]``, what the target has after each of these.
-    """
-    correct = candidates[:, 1:] == target_predict[:, :-1]
-    _accept(correct, target_predict, predicts, accept_index, accept_token_num)
-    return predicts, accept_index, accept_token_num
-
-
-def tree_speculative_sampling_target_only(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    """Rejection sampling of drafts that were not sampled (Leviathan et al. 2023, a draft's own probability 1).
-
-    A draft x is taken with the target's probability p(x); the first that is not gives way to a token of p without x.
-    So tokens are distributed as without speculation.
-
-    Args:
-        uniform_samples: ``[bs, n]`` in [0, 1), one a draft; `uniform_samples_for_final_sampling`: ``[bs]``.
-        target_probs: ``[bs, n, vocabulary]``, the target's after each token of `candidates`.
-        threshold_single, threshold_acc: below 1, take more drafts than the distribution has.
-    """
-    bs, n = candidates.shape
-    drafts = candidates[:, 1:, None]
-    p = target_probs[:, :-1].gather(2, drafts).squeeze(2)
-    correct = (uniform_samples[:, :-1] < p / threshold_acc) | (p >= threshold_single)
-    taken = correct.int().cumprod(dim=1).sum(dim=1)
-    rows = _count(bs, candidates)
-    left = target_probs[rows, taken].double()
-    refused = taken < n - 1
-    left[rows[refused], candidates[rows, (taken + 1).clamp(max=n - 1)][refused]] = 0.0
-    below = left.cumsum(dim=1)
-    last = torch.searchsorted(
-        below, uniform_samples_for_final_sampling.double()[:, None] * below[:, -1:], right=True
-    ).clamp(max=left.shape[1] - 1)
-    tokens = candidates.roll(-1, dims=1)
-    tokens.scatter_(1, taken[:, None].long(), last)
-    _accept(correct, tokens, predicts, accept_index, accept_token_num)
 
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
