@@ -1,7 +1,8 @@
 """Functions that are written as source, here alone: the dispatched ones, and those of `hal.torch_ops`.
 
 What that saves: a dispatched call of get_last_loc on the CPU takes 1.2 us more than the backend's own function. One
-function for all ops would read the contract at each call: 2.6 us for `OpSpec.bind`, 13 us for `OpSpec.sign`.
+function for all ops would read the contract at each call: 2.6 us for `OpSpec.bind`, 13 us for `OpSpec.sign`. The key of
+the tensors of a plain call is made in C (`hal.ops._native`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from hal.ops._key import KEY_NAMES, shape_name
-from hal.ops.spec import OpSpec
+from hal.ops._native import signer
+from hal.ops.spec import OpSpec, TensorArg
 
 # Names with an underscore are ours: no parameter of an op has one.
 _DISPATCHED = """
 def {name}({lenient}backend=None, **_unknown):
     _table = _live.table
-    _kind = _run = None
+    _kind = _run = _signed = None
     try:
-        _kind = backend, _scope(), {key}
+        _kind = backend, _scope(), (_signed := _sign({tensors})) or {key}, {others}
         _run = _table.caches[{name!r}][_kind]
     except Exception:
         # Of a new kind, the first call of all, or of what has no key.
@@ -37,9 +39,9 @@ def {name}({lenient}backend=None, **_unknown):
 _CHECKED = """
 def {name}({params}):
     try:
-        _known = (_kind := ({key})) in _seen
+        _known = (_kind := ((_signed := _sign({tensors})) or {key}, {others})) in _seen
     except Exception:
-        _kind = _known = None
+        _kind = _known = _signed = None
     if not _known:
         _first(_kind, {arguments})
     else:
@@ -103,14 +105,18 @@ def _parts(spec: OpSpec) -> dict[str, str]:
     # A key looks at most shapes: what it has found, the sizes need not ask for again.
     shaped: list[str] = []
     sizes = spec.sizes_source(lambda name: shaped.append(name) or shape_name(name))  # type: ignore[func-returns-value]
+    key, others = spec.key_sources(shaped)
     return {
         "name": spec.name,
         # Without `backend` nothing may follow the star.
         "params": parameters(spec).removesuffix("*, "),
         "lenient": parameters(spec, "=_missing"),
-        "key": spec.key_source(shaped)[1:-1],
+        "tensors": ", ".join(n for n, a in spec.args.items() if isinstance(a, TensorArg)),
+        "key": key,
+        "others": others,
         "arguments": ", ".join(spec.args),
-        "sizes": sizes,
+        # What is signed agrees in its sizes.
+        "sizes": sizes if sizes in ("True", "False") else f"_signed is None and ({sizes})",
         "own_sizes": f"else: _check_sizes({', '.join(spec.args)})" if spec.check_sizes else "",
         "call": ", ".join(
             f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
@@ -125,4 +131,9 @@ def _checks(spec: OpSpec) -> dict[str, Any]:
     def check_call(*values: Any) -> None:
         spec.check_call(dict(zip(spec.args, values, strict=True)))
 
-    return {"_check_call": check_call, "_check_sizes": spec.check_sizes, **KEY_NAMES}
+    return {
+        "_check_call": check_call,
+        "_check_sizes": spec.check_sizes,
+        "_sign": signer(spec.args, spec.static),
+        **KEY_NAMES,
+    }

@@ -40,11 +40,6 @@ def scale_kind(scale: object) -> int:
     return NONE if scale is None else POINTER if isinstance(scale, Tensor) else FLOAT
 
 
-def scale_of(scale: float | Tensor | None) -> float | Tensor | None:
-    """A scale as a kernel takes it: never an int."""
-    return float(scale) if isinstance(scale, int) else scale
-
-
 def refuse_fp8(sig: Any, *caches: str) -> str | None:
     """What a device says that can't convert to fp8, where one of `caches` is fp8."""
     if sig.device == "cuda" and any(sig[c] is not None and sig[c].dtype in FP8 for c in caches):

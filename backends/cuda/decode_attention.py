@@ -16,11 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, entry, factor, logits, place, step, tile
-from hal.backends.cuda._cache import Plans, scale_kind, scale_of
+from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, seek
-from hal.kv.view import copy_unit, count_slots, fuse_pages
+from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.triton import launch
+from hal.triton.plans import Plan, Scratch, Size, Step, length, plans
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
@@ -183,12 +184,6 @@ def decode_merge_kernel(
             tl.store(lse + at * Q_HEADS + head, sums * LN2)
 
 
-_plans: Plans[tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]] = Plans()
-_scratch: dict[tuple[int, int], Tensor] = {}
-_outgrown: list[Tensor] = []
-"""Earlier scratch: a captured graph may still write to it."""
-
-
 def tiles(
     group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int
 ) -> tuple[int, int, int, int]:
@@ -259,19 +254,38 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
     )
 
 
-def _workspace(device: int, size: int, like: Tensor) -> Tensor:
-    """fp32 scratch of at least `size` elements: one a device and stream, kept. A captured graph gets its own."""
-    if device < 0 or torch.cuda.is_current_stream_capturing():
-        return torch.empty(size, dtype=torch.float32, device=like.device)
-    key = (device, launch._stream(device))
-    found = _scratch.get(key)
-    if found is None or found.numel() < size:
-        if found is not None:
-            _outgrown.append(found)
-        found = _scratch[key] = torch.empty(
-            triton.next_power_of_2(size), dtype=torch.float32, device=like.device
-        )
-    return found
+@plans
+def _plans(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor, lse: Tensor | None,
+    k_scale: object, v_scale: object, scale: float, sliding_window: int, logit_cap: float,
+) -> Plan:  # fmt: skip
+    nnz, (_, q_heads, _), v_dim = kv_indices.shape[0], q.shape, v_cache.shape[-1]
+    if nnz >= 2**31:
+        raise ArgumentError("decode_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
+    if not q_heads:
+        return Plan(())
+    shared = _attention.shared(k_cache, v_cache)
+    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
+    plain = not (q.data_ptr() | k_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
+    run, merge, blocks, programs, strides = _plan(
+        q, k_cache, v_cache, out, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
+    )
+    lines = length("q", times=q_heads) + programs * q_heads
+    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
+    last = (length("kv_indices"), length("q"), programs, max(0, min(sliding_window, 2**31 - 2)))
+    some = (("q", 0, 2**31),)
+    to_run = (
+        "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "out", "lse", part, sums, "k_scale", "v_scale", *strides,
+        length("k_cache", by=page_size(k_cache)), *last, "scale", "logit_cap",
+    )  # fmt: skip
+    to_merge = ("kv_indptr", part, sums, "out", "lse", *out.stride()[:2], *last)
+    return Plan(
+        (
+            Step(run, length("q", times=blocks) + programs * blocks, to_run, some),
+            Step(merge, length("q", times=q_heads), to_merge, some),
+        ),
+        lines.times(v_dim + 1),
+    )
 
 
 def decode_attention(
@@ -289,51 +303,21 @@ def decode_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    bs, q_heads, dim = q.shape
-    v_dim = v_cache.shape[-1]
     if out is None:
-        out = torch.empty(bs, q_heads, v_dim, dtype=q.dtype, device=q.device)
-    if not bs or not q_heads:
-        return out
-    nnz, device = kv_indices.shape[0], q.get_device()
-    if nnz >= 2**31:
-        raise ArgumentError("decode_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
-    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
-    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = not (q.data_ptr() | k_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
-    key = (
-        device, q_heads, dim, v_dim, q.dtype, k_cache.dtype, k_cache.shape[1:], q.stride(), k_cache.stride(),
-        v_cache.stride(), out.stride(), lse is None, window, logit_cap > 0, k_scale.__class__, v_scale.__class__,
-        shared, plain,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(
-            q, k_cache, v_cache, out, lse, window, logit_cap > 0, k_scale, v_scale, shared, plain
-        )
-    run, merge, blocks, programs, strides = plan
-    lines = (programs + bs) * q_heads
-    scratch = _workspace(device, lines * (v_dim + 1), q)
-    sums = scratch[lines * v_dim :]
-    window_size = min(sliding_window, 2**31 - 2) if window else 0
-    run.start(
-        ((programs + bs) * blocks, 1, 1),
-        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, scratch, sums, scale_of(k_scale),
-        scale_of(v_scale), *strides, count_slots(k_cache), nnz, bs, programs, window_size, float(scale),
-        float(logit_cap),
-    )  # fmt: skip
-    merge.start(
-        (bs * q_heads, 1, 1),
+        out = _attention.result(q, v_cache)
+    _plans.start(
+        q,
+        k_cache,
+        v_cache,
         kv_indptr,
-        scratch,
-        sums,
+        kv_indices,
         out,
         lse,
-        *out.stride()[:2],
-        nnz,
-        bs,
-        programs,
-        window_size,
+        k_scale,
+        v_scale,
+        scale,
+        sliding_window,
+        logit_cap,
     )
     return out
 

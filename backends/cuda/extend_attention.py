@@ -17,10 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
-from hal.backends.cuda._cache import Plans, scale_kind, scale_of
+from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, pdl
-from hal.kv.view import copy_unit, count_slots, fuse_pages
+from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.triton import launch
+from hal.triton.plans import MOST, Plan, Step, length, plans
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
@@ -28,8 +29,6 @@ FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
 """(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
-MOST = 2**31 - 2**10
-"""Tokens, and entries of kv_indices: those of a tile past the last are still an int32."""
 
 
 @triton.jit
@@ -220,9 +219,6 @@ def extend_attention_kernel(
             tl.store(lse + at * Q_HEADS + head, sums * LN2, there)
 
 
-_plans: Plans[tuple[launch.Launch, int, int, tuple[int, ...]]] = Plans()
-
-
 def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tuple[int, int, int, int]:
     """(M, N, warps, stages): rows and keys of a tile.
 
@@ -297,6 +293,33 @@ def _plan(
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 
 
+@plans
+def _plans(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor,
+    lse: Tensor | None, k_scale: object, v_scale: object, scale: float, causal: bool, sliding_window: int,
+    logit_cap: float,
+) -> Plan:  # fmt: skip
+    n, nnz = q.shape[0], kv_indices.shape[0]
+    if max(n, nnz) > MOST:
+        raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
+    if not q.shape[1]:
+        return Plan(())
+    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
+    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
+    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
+    run, blocks, tokens, strides = _plan(
+        q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
+    )
+    bs = length("qo_indptr") + -1
+    around = length("q", per=tokens) + bs
+    args = (
+        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", "out", "lse", "k_scale", "v_scale", *strides,
+        length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, around,
+        max(0, min(sliding_window, 2**30)), "scale", "logit_cap",
+    )  # fmt: skip
+    return Plan((Step(run, around.times(blocks), args, (("q", 0, MOST), ("qo_indptr", 1, MOST))),))
+
+
 def extend_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -314,35 +337,11 @@ def extend_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    n, q_heads, dim = q.shape
-    v_dim, bs = v_cache.shape[-1], qo_indptr.shape[0] - 1
     if out is None:
-        out = torch.empty(n, q_heads, v_dim, dtype=q.dtype, device=q.device)
-    if not n or not bs or not q_heads:
-        return out
-    nnz = kv_indices.shape[0]
-    if max(n, nnz) > MOST:
-        raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
-    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
-    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
-    key = (
-        q.get_device(), q_heads, dim, v_dim, q.dtype, k_cache.dtype, k_cache.shape[1:], q.stride(), k_cache.stride(),
-        v_cache.stride(), out.stride(), lse is None, causal, window, logit_cap > 0, k_scale.__class__,
-        v_scale.__class__, shared, plain,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(
-            q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
-        )
-    run, blocks, tokens, strides = plan
-    around = -(-n // tokens) + bs
-    run.start(
-        (around * blocks, 1, 1),
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale_of(k_scale),
-        scale_of(v_scale), *strides, count_slots(k_cache), nnz, n, bs, around,
-        min(sliding_window, 2**30) if window else 0, float(scale), float(logit_cap),
+        out = _attention.result(q, v_cache)
+    _plans.start(
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, k_scale, v_scale, scale, causal,
+        sliding_window, logit_cap,
     )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import pdl
 from hal.triton import launch
+from hal.triton.plans import Plan, Step, length, plans
 
 BLOCK = 128
 
@@ -36,25 +37,20 @@ def last_loc_kernel(
     tl.store(out + i, slot.to(out.dtype.element_ty), inside)
 
 
-class _Launches(dict[int, launch.Launch]):
-    def __missing__(self, device: int) -> launch.Launch:
-        on = pdl(device)
-        self[device] = last_loc_kernel.bind(PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
-        return self[device]
-
-
-_launches: _Launches = launch.keeps(_Launches())
+@plans
+def _plans(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, out: Tensor) -> Plan:
+    on = pdl(req_to_token.get_device())
+    run = last_loc_kernel.bind(PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
+    args = (
+        "req_to_token", "req_pool_indices", "prefix_lens", "out", length("out"), length("req_to_token"),
+        req_to_token.shape[1], req_to_token.stride(0),
+    )  # fmt: skip
+    return Plan((Step(run, length("out", per=BLOCK), args),))
 
 
 def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
     out = empty_like(prefix_lens)
-    bs = out.numel()
-    if bs:
-        rows, width = req_to_token.shape
-        _launches[req_to_token.get_device()].start(
-            ((bs + 127) // BLOCK, 1, 1),
-            req_to_token, req_pool_indices, prefix_lens, out, bs, rows, width, req_to_token.stride(0),
-        )  # fmt: skip
+    _plans.start(req_to_token, req_pool_indices, prefix_lens, out)
     return out
 
 

@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
+from hal.backends.cuda._cache import refuse_fp8, scale_kind
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.rope_kv_write import _store
-from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
+from hal.triton.plans import Plan, Step, length, plans
 
 ROWS = 8
 
@@ -59,42 +60,31 @@ def kv_write_kernel(
     _store(to_v, y, written & (j < V_DIM), v_scale, V_KIND, V_FP8)
 
 
-_plans: Plans[tuple[launch.Launch, tuple[int, ...]]] = Plans()
-
-
-def _plan(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: object, v_scale: object
-) -> tuple[launch.Launch, tuple[int, ...]]:
+@plans
+def _plans(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: object, v_scale: object
+) -> Plan:
     page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
     strides = (*k.stride()[:2], *v.stride()[:2], *kc, *vc)
     unit = copy_unit(strides)
-    on = pdl(k.get_device())
-    start = kv_write_kernel.bind(
-        HEADS=k.shape[1], DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, K_AT=0, UNIT=unit,
-        K_FP8=k_cache.dtype in FP8, V_FP8=v_cache.dtype in FP8, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale),
-        ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
+    on, heads = pdl(k.get_device()), k.shape[1]
+    run = kv_write_kernel.bind(
+        HEADS=heads, DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, K_AT=0, UNIT=unit, K_FP8=k_cache.dtype in FP8,
+        V_FP8=v_cache.dtype in FP8, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), ROWS=ROWS, PDL=on,
+        num_warps=4, launch_pdl=on,
     )  # fmt: skip
-    return start, tuple(s // unit for s in strides)
+    args = (
+        "k", "v", "k_cache", "v_cache", "slots", "k_scale", "v_scale", *(s // unit for s in strides),
+        length("k_cache", by=page_size(k_cache)), length("k"),
+    )  # fmt: skip
+    return Plan((Step(run, length("k", by=heads, per=ROWS), args),))
 
 
 def kv_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
 ) -> None:  # fmt: skip
-    n, heads, _ = k.shape
-    if not n or not heads:
-        return
-    key = (
-        k.shape[1:], v.shape[2], k.stride(), v.stride(), k_cache.shape[1:], k_cache.stride(), v_cache.stride(),
-        k_cache.dtype, v_cache.dtype, k_scale.__class__, v_scale.__class__, k.get_device(),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(k, v, k_cache, v_cache, k_scale, v_scale)
-    plan[0].start(
-        (-(-n * heads // ROWS), 1, 1), k, v, k_cache, v_cache, slots,
-        scale_of(k_scale), scale_of(v_scale), *plan[1], count_slots(k_cache), n,
-    )  # fmt: skip
+    _plans.start(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
 def supports(sig: Any) -> str | None:

@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
+from hal.backends.cuda._cache import refuse_fp8, scale_kind
 from hal.backends.cuda._device import pdl
 from hal.backends.cuda.rope_kv_write import _angles, _load_pairs, _rotated, _store, _store_pairs
-from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
+from hal.triton.plans import Plan, Size, Step, length, plans
 
 ROWS = 8
 
@@ -130,28 +131,33 @@ def qk_norm_rope_kv_write_kernel(
                 _store_rest(at, rest, known, eps, HEAD_DIM, ROTARY, 0, False)
 
 
-_plans: Plans[tuple[launch.Launch, tuple[int, ...]]] = Plans()
-
-
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor | None, cos_sin: Tensor, k_cache: Tensor | None, v_cache: Tensor | None,
-    interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> tuple[launch.Launch, tuple[int, ...]]:  # fmt: skip
-    page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
+@plans
+def _plans(
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
+    positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, slots: Tensor | None, eps: float,
+    k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
+) -> Plan:  # fmt: skip
+    page, kc, vc, v_strides, v_head_dim, num_slots = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16, Size()
     if k_cache is not None and v_cache is not None and v is not None:
         page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
         v_strides, v_head_dim = v.stride()[:2], v.shape[2]
+        num_slots = length("k_cache", by=page_size(k_cache))
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
     unit = copy_unit(strides)
     on = pdl(q.get_device())
     fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
-    start = qk_norm_rope_kv_write_kernel.bind(
-        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
-        PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k), K_FP8=fp8[0],
-        V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), UNIT=unit, ROWS=ROWS, PDL=on, num_warps=4,
-        launch_pdl=on,
+    run = qk_norm_rope_kv_write_kernel.bind(
+        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim,
+        ROTARY=cos_sin_cache.shape[1], PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None,
+        WRITE_K=bool(write_k), K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale),
+        UNIT=unit, ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
     )  # fmt: skip
-    return start, tuple(s // unit for s in strides)
+    args = (
+        "q", "k", "v", "q_weight", "k_weight", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale",
+        "v_scale", "eps", *(s // unit for s in strides), length("cos_sin_cache"), num_slots, length("q"),
+    )  # fmt: skip
+    programs = length("q", by=k.shape[1], per=ROWS) + length("q", by=q.shape[1], per=ROWS)
+    return Plan((Step(run, programs, args),))
 
 
 def qk_norm_rope_kv_write(
@@ -160,34 +166,11 @@ def qk_norm_rope_kv_write(
     eps: float = 1e-6, interleaved: bool = False, k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None, write_k: bool = True,
 ) -> None:  # fmt: skip
-    n, q_heads, head_dim = q.shape
-    if not n:
-        return
-    max_positions, rotary = cos_sin_cache.shape
-    kv_heads, num_slots = k.shape[1], 0
-    key: tuple[object, ...] = (
-        q_heads, kv_heads, head_dim, rotary, interleaved, write_k, q.stride(), k.stride(), q.get_device(),
-    )  # fmt: skip
     if k_cache is None or v_cache is None or v is None:
         v = k_cache = v_cache = slots = None
-    else:
-        num_slots = count_slots(k_cache)
-        key = (
-            *key, k_cache.shape[1:], v.shape[2], v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype,
-            v_cache.dtype, k_scale.__class__, v_scale.__class__,
-        )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(
-            q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k
-        )
-    programs = -(-n * kv_heads // ROWS) - (-n * q_heads // ROWS)
-    if not programs:
-        return
-    plan[0].start(
-        (programs, 1, 1), q, k, v, q_weight, k_weight, cos_sin_cache,
-        positions, k_cache, v_cache, slots, scale_of(k_scale), scale_of(v_scale), float(eps), *plan[1],
-        max_positions, num_slots, n,
+    _plans.start(
+        q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, eps, k_scale, v_scale,
+        interleaved, write_k,
     )  # fmt: skip
 
 

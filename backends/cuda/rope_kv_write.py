@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._cache import Plans, refuse_fp8, scale_kind, scale_of
+from hal.backends.cuda._cache import refuse_fp8, scale_kind
 from hal.backends.cuda._device import pdl
-from hal.kv.view import copy_unit, count_slots, fuse_pages_of_both
+from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
+from hal.triton.plans import Plan, Size, Step, length, plans
 
 Tile = tuple[int, int, int, int]
 """Up to so many tokens, heads of q in a program (of one token or of several), of k and v; warps."""
@@ -201,47 +202,38 @@ def rope_kv_write_kernel(
                 _store_pairs(at, a, b, known & there, k_head, HALF, HALF_PAD, INTERLEAVED, 0, False)
 
 
-class _Plan:
-    """What calls of one form share: a launch for each range of tokens, and the strides."""
-
-    __slots__ = ("sizes", "strides")
-
-    def __init__(
-        self, strides: tuple[int, ...], sizes: list[tuple[int, launch.Launch, int, int, int, int]]
-    ) -> None:
-        self.strides, self.sizes = strides, sizes
-
-
-_plans: Plans[_Plan] = Plans()
-
-
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor | None, cos_sin: Tensor, k_cache: Tensor | None, v_cache: Tensor | None,
-    interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> _Plan:  # fmt: skip
-    page, kc, vc, v_strides, v_head_dim = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16
+@plans
+def _plans(
+    q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor, k_cache: Tensor | None,
+    v_cache: Tensor | None, slots: Tensor | None, k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
+) -> Plan:  # fmt: skip
+    page, kc, vc, v_strides, v_head_dim, num_slots = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16, Size()
     if k_cache is not None and v_cache is not None and v is not None:
         page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
         v_strides, v_head_dim = v.stride()[:2], v.shape[2]
+        num_slots = length("k_cache", by=page_size(k_cache))
     strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
     unit = copy_unit(strides)
     on = pdl(q.get_device())
-    q_heads = q.shape[1]
     fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
-    sizes = tiled(
-        q_heads, k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin.shape[1],
+    args = (
+        "q", "k", "v", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
+        *(s // unit for s in strides), length("cos_sin_cache"), num_slots, length("q"),
+    )  # fmt: skip
+    return tiled(
+        "q", args, q.shape[1], k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin_cache.shape[1],
         PAGE=page, K_AT=0, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
         K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), UNIT=unit, PDL=on,
         launch_pdl=on,
     )  # fmt: skip
-    return _Plan(tuple(s // unit for s in strides), sizes)
 
 
 def tiled(
-    q_heads: int, kv_heads: int, tiles: tuple[Tile, ...] | None = None, **static: Any
-) -> list[tuple[int, launch.Launch, int, int, int, int]]:
-    """For each range of tokens: up to how many, the launch, and of k and v, then q, tokens and parts a program."""
-    sizes = []
+    q: str, args: tuple[Any, ...], q_heads: int, kv_heads: int, tiles: tuple[Tile, ...] | None = None, **static: Any
+) -> Plan:  # fmt: skip
+    """A launch for each range of tokens, of which `q` names the argument that has as many."""
+    steps = []
+    fewest = 0
     for most, q_rows, kv_rows, warps in tiles or next(found for heads, found in TILES if q_heads <= heads):
         # Of no heads there are no programs, whatever their tile.
         q_tile = min(q_rows, triton.next_power_of_2(max(1, q_heads)))
@@ -251,8 +243,11 @@ def tiled(
             Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens,
             KV_TILE=kv_tile, num_warps=warps, **static,
         )  # fmt: skip
-        sizes.append((most, bound, kv_tokens, -(-kv_heads // kv_tile), q_tokens, -(-q_heads // q_tile)))
-    return sizes
+        programs = length(q, per=kv_tokens, times=-(-kv_heads // kv_tile))
+        programs += length(q, per=q_tokens, times=-(-q_heads // q_tile))
+        steps.append(Step(bound, programs, args, ((q, fewest, most),)))
+        fewest = most
+    return Plan(tuple(steps))
 
 
 def rope_kv_write(
@@ -261,52 +256,11 @@ def rope_kv_write(
     interleaved: bool = False, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:  # fmt: skip
-    n, q_heads, head_dim = q.shape
-    if not n:
-        return
-    max_positions, rotary = cos_sin_cache.shape
-    device = q.get_device()
-    num_slots = 0
     if k_cache is None or v_cache is None or v is None:
         v = k_cache = v_cache = slots = None
-        key: tuple[object, ...] = (
-            q_heads,
-            head_dim,
-            rotary,
-            interleaved,
-            device,
-            k.shape[1],
-            q.stride(),
-            k.stride(),
-        )
-    else:
-        num_slots = count_slots(k_cache)
-        key = (
-            q_heads, head_dim, rotary, interleaved, write_k, device, k_cache.shape[1:], v.shape[2], q.stride(),
-            k.stride(), v.stride(), k_cache.stride(), v_cache.stride(), k_cache.dtype, v_cache.dtype,
-            k_scale.__class__, v_scale.__class__,
-        )  # fmt: skip
-    plan = _plans.get(key)
-    new = plan is None
-    if plan is None:
-        plan = _plan(q, k, v, cos_sin_cache, k_cache, v_cache, interleaved, k_scale, v_scale, write_k)
-    if k_scale.__class__ is int or v_scale.__class__ is int:
-        k_scale, v_scale = scale_of(k_scale), scale_of(v_scale)
-    for most, run, kv_tokens, kv_parts, q_tokens, q_parts in plan.sizes:  # noqa: B007 - the last one has no limit
-        if n <= most:
-            break
-    args = (
-        q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, *plan.strides,
-        max_positions, num_slots, n,
-    )  # fmt: skip
-    if new:
-        # All at once: a request must not wait for the compiler because more tokens came.
-        for _, other, *_ in plan.sizes:
-            other.prepare(*args)
-        _plans[key] = plan
-    programs = (n + kv_tokens - 1) // kv_tokens * kv_parts + (n + q_tokens - 1) // q_tokens * q_parts
-    if programs:
-        run.start((programs, 1, 1), *args)
+    _plans.start(
+        q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, interleaved, write_k
+    )
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -14,7 +14,15 @@ from hal.ops._signature import is_scale, stride_class, tensors_of
 
 
 def key_source(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Collection[str] = ()) -> str:
-    """Python source of a tuple that determines `sign`'s result and that of the checks, in terms of the parameters.
+    """Python source of a tuple that determines `sign`'s result and that of the checks, in terms of the parameters."""
+    tensors, others = key_sources(arguments, static, shaped)
+    return f"({tensors}, {others})"
+
+
+def key_sources(
+    arguments: Mapping[str, Arg], static: frozenset[str], shaped: Collection[str] = ()
+) -> tuple[str, str]:
+    """`key_source` in two: a tuple of what tensors add, and one of what other arguments do.
 
     Lean on purpose: it is evaluated on every dispatched call. What is nearly always so (one device, contiguous,
     aligned, in memory, without a gradient) is one expression over all tensors, and is told apart by tensor only
@@ -25,6 +33,7 @@ def key_source(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Col
         shaped: arguments whose shapes are to be left behind, under the names that `shape_name` says.
     """
     parts: list[str] = []
+    others: list[str] = []
     tensors = {n: a for n, a in arguments.items() if isinstance(a, TensorArg)}
     pools = [n for n, a in arguments.items() if isinstance(a, PoolArg)]
     names = list(tensors)
@@ -33,14 +42,14 @@ def key_source(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Col
     ranked = sorted((n for n in required if all(tensors[n].alternatives)), key=lambda n: n not in shaped)
     for name, arg in arguments.items():
         if isinstance(arg, PoolArg):
-            parts.append(f"{name}.key")
+            others.append(f"{name}.key")
         elif isinstance(arg, ScaleArg):
-            parts.append(f"None if {name} is None else _scale({name})")
+            others.append(f"None if {name} is None else _scale({name})")
         elif isinstance(arg, ValueArg):
             # Ranges and the like are values that no `supports` may look into.
             # The class too: 1 and 1.0 are True to a dict.
             known = f"{name} is None" if arg.off is None else f"{name}.__class__, {name} == {arg.off!r}"
-            parts.append(f"{name}.__class__, {name}" if arg.choices else known)
+            others.append(f"{name}.__class__, {name}" if arg.choices else known)
         else:
             one = _tensor_key(name, arg, static, name in shaped or name in ranked[:1])
             parts.append(
@@ -82,25 +91,25 @@ def key_source(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Col
     if floats:
         bits = " | ".join(f"_at_{n}" for n in floats)
         parts.append(f"({bits}) & 15 and _alignments({', '.join(floats)})")
-    real = [n for n in floats if _may_be(arguments, tensors[n], "is_floating_point", "is_complex")]
+    real = [n for n in floats if may_be(arguments, tensors[n], "is_floating_point", "is_complex")]
     if real:
         # torch refuses to make an integer tensor with its negative bit set.
         parts.append(some("{}.is_neg()", real))
-    if any(_may_be(arguments, tensors[n], "is_complex") for n in real):
+    if any(may_be(arguments, tensors[n], "is_complex") for n in real):
         parts.append(some("{}.is_conj()", real))
-    derived = real + pools
-    if derived:
-        grad = some("{}.requires_grad", derived)
-        dual = f"_forward._current_level >= 0 and _tangents({', '.join(derived)})"
-        parts.append(f"_grad() and ({grad}) or {dual}")
-    return "(" + ", ".join(parts) + ",)"
+    for derived, to in ((real, parts), (pools, others)):
+        if derived:
+            grad = some("{}.requires_grad", derived)
+            dual = f"_forward._current_level >= 0 and _tangents({', '.join(derived)})"
+            to.append(f"_grad() and ({grad}) or {dual}")
+    return tuple("(" + ", ".join([*found, ""]) + ")" for found in (parts, others))  # type: ignore[return-value]
 
 
-def _may_be(arguments: Mapping[str, Arg], arg: TensorArg, *kinds: str) -> bool:
+def may_be(arguments: Mapping[str, Arg], arg: TensorArg, *kinds: str) -> bool:
     """Whether one of an argument's dtypes is such a one, e.g. ``is_complex``."""
     if isinstance(arg.dtypes, str):
         like = arguments[arg.dtypes]
-        return not isinstance(like, TensorArg) or _may_be(arguments, like, *kinds)
+        return not isinstance(like, TensorArg) or may_be(arguments, like, *kinds)
     return any(getattr(d, kind) for d in arg.dtypes for kind in kinds)
 
 
@@ -124,16 +133,9 @@ def _tensor_key(name: str, arg: TensorArg, static_names: frozenset[str], shaped:
     return [f"{name}.dtype", f"len({shape} := {name}.shape)", *keys]
 
 
-def sizes_source(
-    arguments: Mapping[str, Arg], static: frozenset[str], shape: Callable[[str], str] = "{}.shape".format
-) -> str:
-    """Python source of an expression that is true where the dynamic sizes of a call disagree.
-
-    `shape` names a shape, given an argument's name.
-
-    A size that stands in no one place (its tensor may have several ranks) is told by the whole check instead,
-    unless all that have it are alike in that.
-    """
+def size_groups(arguments: Mapping[str, Arg], static: frozenset[str]) -> list[list[tuple[str, int]]] | None:
+    """The (argument, dim) that have one dynamic size, first one that is always there if any is; None: no place of a
+    size says so much."""
     groups: dict[tuple[tuple[str, int], ...], list[tuple[str, int]]] = {}
     for name, arg in arguments.items():
         for i in range(min(map(len, arg.alternatives)) if isinstance(arg, TensorArg) else 0):
@@ -147,11 +149,28 @@ def sizes_source(
         for d, _ in where:
             owners.setdefault(d, set()).add(where)
     if any(len(found) > 1 for found in owners.values()):
+        return None
+    return [
+        sorted(places, key=lambda p: getattr(arguments[p[0]], "optional", False))
+        for places in groups.values()
+    ]
+
+
+def sizes_source(
+    arguments: Mapping[str, Arg], static: frozenset[str], shape: Callable[[str], str] = "{}.shape".format
+) -> str:
+    """Python source of an expression that is true where the dynamic sizes of a call disagree.
+
+    `shape` names a shape, given an argument's name.
+
+    A size that stands in no one place (its tensor may have several ranks) is told by the whole check instead,
+    unless all that have it are alike in that.
+    """
+    groups = size_groups(arguments, static)
+    if groups is None:
         return "True"
     tests = []
-    for places in groups.values():
-        # One that is always there goes first: every other one is compared with it.
-        (first, i), *rest = sorted(places, key=lambda p: getattr(arguments[p[0]], "optional", False))
+    for (first, i), *rest in groups:
         for name, j in rest:
             absent = [f"{n} is None or " for n in (first, name) if getattr(arguments[n], "optional", False)]
             tests.append(f"({''.join(absent)}{shape(first)}[{i}] == {shape(name)}[{j}])")

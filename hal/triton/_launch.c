@@ -5,6 +5,7 @@
    argument of another kind) goes to `slow`, Triton's own launch, which keeps every rule; this one only skips work. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -26,6 +27,7 @@ static const Exchange *exchange;
 static int32_t device_type;
 static CUresult (*start)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*current_device)(CUdevice *);
+static CUresult (*captures)(CUstream, int *);
 static PyObject *runtime, *compilation, *enter, *leave, *tensor_type, *parameter_type;
 static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation;
 
@@ -41,7 +43,7 @@ typedef struct Form {                              /* a compiled kernel */
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject *slow, *pre_run, *changed, *globals;    /* changed(globals): a global that is compiled in has another value */
+  PyObject *slow, *pre_run, *globals;               /* globals: (name, value that is compiled in, dict) */
   Form *forms;                                     /* the last one started comes first */
   Py_ssize_t count;
   uint8_t params[MOST];
@@ -49,47 +51,52 @@ typedef struct {
 
 typedef union { uint64_t u; int64_t i; int32_t w; float f; double d; uint8_t b; } Value;
 
-/* The arguments as values and as a key: all that Triton specialises on. 0: not for this path. */
+/* What an int adds to a key. */
+static uint32_t integer(uint8_t param, int64_t v) {
+  uint32_t class = param & SPECIALISED ? (v == 1 ? 1 : (v & 15) == 0 ? 2 : 0) : 0;
+  return INT | class | (param & TYPED || (v >= INT32_MIN && v <= INT32_MAX) ? 0u : 1u << 4);
+}
+
+/* An argument as a value and as its part of the key: all that Triton specialises on. 0: not for this path. */
+static int read_argument(uint8_t param, PyObject *a, uint32_t *key, Value *value, int *device) {
+  PyTypeObject *type = Py_TYPE(a);
+  if ((PyObject *)type == tensor_type || (PyObject *)type == parameter_type) {
+    Tensor t;
+    if (exchange->read(a, &t) != 0) { PyErr_Clear(); return 0; }
+    if (t.device.type != device_type || (*device >= 0 && t.device.id != *device)) return 0;
+    *device = t.device.id;
+    value->u = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+    int aligned = !(param & SPECIALISED) || (value->u & 15) == 0;
+    *key = POINTER | (uint32_t)t.dtype.code << 12 | (uint32_t)t.dtype.bits << 4 | (uint32_t)aligned;
+  } else if (type == &PyLong_Type) {
+    int over;
+    value->i = PyLong_AsLongLongAndOverflow(a, &over);
+    *key = integer(param, value->i);
+    if (over) {
+      if (over < 0 || (param & TYPED)) return 0;
+      value->u = PyLong_AsUnsignedLongLong(a);
+      if (PyErr_Occurred()) { PyErr_Clear(); return 0; }
+      *key = INT | WIDE | (param & SPECIALISED && (value->u & 15) == 0 ? 2u : 0u);
+    }
+  } else if (a == Py_None) {
+    value->u = 0;
+    *key = NONE;
+  } else if (type == &PyBool_Type) {
+    value->u = a == Py_True;
+    *key = BOOL;
+  } else if (type == &PyFloat_Type) {
+    value->d = PyFloat_AS_DOUBLE(a);
+    *key = FLOAT;
+  } else {
+    return 0;
+  }
+  return 1;
+}
+
 static int read_arguments(Launch *self, PyObject *const *args, uint32_t *key, Value *values, int *device) {
   *device = -1;
-  for (Py_ssize_t n = 0; n < self->count; n++) {
-    PyObject *a = args[n];
-    PyTypeObject *type = Py_TYPE(a);
-    if ((PyObject *)type == tensor_type || (PyObject *)type == parameter_type) {
-      Tensor t;
-      if (exchange->read(a, &t) != 0) { PyErr_Clear(); return 0; }
-      if (t.device.type != device_type || (*device >= 0 && t.device.id != *device)) return 0;
-      *device = t.device.id;
-      values[n].u = (uint64_t)(uintptr_t)t.data + t.byte_offset;
-      int aligned = !(self->params[n] & SPECIALISED) || (values[n].u & 15) == 0;
-      key[n] = POINTER | (uint32_t)t.dtype.code << 12 | (uint32_t)t.dtype.bits << 4 | (uint32_t)aligned;
-    } else if (type == &PyLong_Type) {
-      int over, width = 0;
-      int64_t v = PyLong_AsLongLongAndOverflow(a, &over);
-      if (over) {
-        if (over < 0 || (self->params[n] & TYPED)) return 0;
-        values[n].u = PyLong_AsUnsignedLongLong(a);
-        if (PyErr_Occurred()) { PyErr_Clear(); return 0; }
-        width = 2;
-      } else {
-        values[n].i = v;
-        width = v >= INT32_MIN && v <= INT32_MAX ? 0 : 1;
-      }
-      int class = self->params[n] & SPECIALISED ? (!over && v == 1 ? 1 : (values[n].u & 15) == 0 ? 2 : 0) : 0;
-      key[n] = INT | (uint32_t)class | (self->params[n] & TYPED ? 0u : (uint32_t)width << 4);
-    } else if (a == Py_None) {
-      values[n].u = 0;
-      key[n] = NONE;
-    } else if (type == &PyBool_Type) {
-      values[n].u = a == Py_True;
-      key[n] = BOOL;
-    } else if (type == &PyFloat_Type) {
-      values[n].d = PyFloat_AS_DOUBLE(a);
-      key[n] = FLOAT;
-    } else {
-      return 0;
-    }
-  }
+  for (Py_ssize_t n = 0; n < self->count; n++)
+    if (!read_argument(self->params[n], args[n], &key[n], &values[n], device)) return 0;
   return *device >= 0;
 }
 
@@ -140,14 +147,67 @@ static int off(PyObject *of, PyObject *name) {
   return truth == 0;
 }
 
+/* Nobody wants to see this launch, and what is compiled in is as it was. */
 static int undisturbed(Launch *self) {
   if (!(quiet(s_enter, enter) && quiet(s_leave, leave) && off(runtime, s_debug) && off(compilation, s_instrumentation)
         && PyList_GET_SIZE(self->pre_run) == 0)) return 0;
-  if (self->changed == Py_None) return 1;
-  PyObject *answer = PyObject_CallOneArg(self->changed, self->globals);
-  int truth = answer == NULL ? 1 : PyObject_IsTrue(answer);
-  Py_XDECREF(answer);
-  return truth == 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->globals); i++) {
+    PyObject *used = PyTuple_GET_ITEM(self->globals, i);
+    if (PyDict_GetItemWithError(PyTuple_GET_ITEM(used, 2), PyTuple_GET_ITEM(used, 0)) != PyTuple_GET_ITEM(used, 1)) return 0;
+  }
+  return 1;
+}
+
+/* A launch that needs nothing of Python any more: `values` are in the places that `params` say. */
+typedef struct { CUfunction function; unsigned grid[3], threads, shared; int pdl; Value values[MOST];
+                 void *params[MOST + 2]; } Started;
+
+/* 0: no compiled kernel is known for such arguments, or not to be started here. */
+static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
+  static void *scratch = NULL;
+  Form *form = find(self, key, device);
+  if (form == NULL || !undisturbed(self)) return 0;
+  int n = 0;
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    Value *v = &to->values[i];
+    switch (form->codes[i]) {
+      case '-': continue;
+      case 'i': if (v->i < INT32_MIN || v->i > INT32_MAX) return 0; v->w = (int32_t)v->i; break;
+      case 'f': v->f = (float)number(v, key[i]); break;
+      case 'd': v->d = number(v, key[i]); break;
+      case 'b': if (v->u > 1) return 0; v->b = (uint8_t)v->u; break;
+      default: break;                              /* 8 bytes as they are */
+    }
+    to->params[n++] = v;
+  }
+  to->params[n++] = &scratch;
+  to->params[n++] = &scratch;
+  to->function = form->function;
+  to->threads = form->threads;
+  to->shared = form->shared;
+  to->pdl = form->pdl;
+  return 1;
+}
+
+static PyObject *begin(Started *all, int count, void *stream, pthread_mutex_t *together) {
+  CUlaunchAttribute attribute;
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUresult code = CUDA_SUCCESS;
+  Py_BEGIN_ALLOW_THREADS
+  if (together != NULL) pthread_mutex_lock(together);
+  for (Started *s = all; s < all + count && code == CUDA_SUCCESS; s++) {
+    CUlaunchConfig config = {
+      .gridDimX = s->grid[0], .gridDimY = s->grid[1], .gridDimZ = s->grid[2], .blockDimX = s->threads, .blockDimY = 1,
+      .blockDimZ = 1, .sharedMemBytes = s->shared, .hStream = (CUstream)stream, .attrs = &attribute,
+      .numAttrs = (unsigned)s->pdl,
+    };
+    code = start(&config, s->function, s->params, NULL);
+  }
+  if (together != NULL) pthread_mutex_unlock(together);
+  Py_END_ALLOW_THREADS
+  if (code == CUDA_SUCCESS) Py_RETURN_NONE;
+  return PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
 }
 
 static int grid_of(PyObject *grid, unsigned out[3]) {
@@ -164,50 +224,16 @@ static int grid_of(PyObject *grid, unsigned out[3]) {
 
 static PyObject *call(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names) {
   Launch *self = (Launch *)object;
-  Py_ssize_t given = PyVectorcall_NARGS(nargsf);
   uint32_t key[MOST];
-  Value values[MOST];
-  void *params[MOST + 2];
-  unsigned grid[3];
+  Started s;
   int device;
   CUdevice now;
-  void *stream, *scratch = NULL;
-  if (names != NULL || given != self->count + 1 || !grid_of(args[0], grid)
-      || !read_arguments(self, args + 1, key, values, &device)) goto slow;
-  Form *form = find(self, key, device);
-  if (form == NULL || current_device(&now) != CUDA_SUCCESS || now != device || !undisturbed(self)) goto slow;
-  int n = 0;
-  for (Py_ssize_t i = 0; i < self->count; i++) {
-    Value *v = &values[i];
-    switch (form->codes[i]) {
-      case '-': continue;
-      case 'i': if (v->i < INT32_MIN || v->i > INT32_MAX) goto slow; v->w = (int32_t)v->i; break;
-      case 'f': v->f = (float)number(v, key[i]); break;
-      case 'd': v->d = number(v, key[i]); break;
-      case 'b': if (v->u > 1) goto slow; v->b = (uint8_t)v->u; break;
-      default: break;                              /* 8 bytes as they are */
-    }
-    params[n++] = v;
-  }
-  params[n++] = &scratch;
-  params[n++] = &scratch;
-  if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) Py_RETURN_NONE;
-  if (exchange->stream(device_type, device, &stream) != 0) { PyErr_Clear(); goto slow; }
-  CUlaunchAttribute attribute;
-  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attribute.value.programmaticStreamSerializationAllowed = 1;
-  CUlaunchConfig config = {
-    .gridDimX = grid[0], .gridDimY = grid[1], .gridDimZ = grid[2], .blockDimX = form->threads, .blockDimY = 1,
-    .blockDimZ = 1, .sharedMemBytes = form->shared, .hStream = (CUstream)stream, .attrs = &attribute,
-    .numAttrs = (unsigned)form->pdl,
-  };
-  CUfunction function = form->function;
-  CUresult code;
-  Py_BEGIN_ALLOW_THREADS
-  code = start(&config, function, params, NULL);
-  Py_END_ALLOW_THREADS
-  if (code == CUDA_SUCCESS) Py_RETURN_NONE;
-  return PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
+  void *stream;
+  if (names != NULL || PyVectorcall_NARGS(nargsf) != self->count + 1 || !grid_of(args[0], s.grid)
+      || !read_arguments(self, args + 1, key, s.values, &device) || current_device(&now) != CUDA_SUCCESS || now != device
+      || !ready(self, key, device, &s)) goto slow;
+  if (s.grid[0] == 0 || s.grid[1] == 0 || s.grid[2] == 0) Py_RETURN_NONE;
+  if (exchange->stream(device_type, device, &stream) == 0) return begin(&s, 1, stream, NULL);
 slow:
   PyErr_Clear();
   return PyObject_Vectorcall(self->slow, args, nargsf, names);
@@ -247,14 +273,21 @@ static PyObject *add(PyObject *object, PyObject *given) {
 
 static int init(PyObject *object, PyObject *given, PyObject *names) {
   Launch *self = (Launch *)object;
-  PyObject *slow, *pre_run, *changed, *globals;
+  PyObject *slow, *pre_run, *globals;
   const char *params;
   Py_ssize_t length;
   if (names != NULL && PyDict_GET_SIZE(names) != 0) {
     PyErr_SetString(PyExc_TypeError, "hal: a launch takes no keyword arguments");
     return -1;
   }
-  if (!PyArg_ParseTuple(given, "Oy#O!OO", &slow, &params, &length, &PyList_Type, &pre_run, &changed, &globals)) return -1;
+  if (!PyArg_ParseTuple(given, "Oy#O!O!", &slow, &params, &length, &PyList_Type, &pre_run, &PyTuple_Type, &globals)) return -1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(globals); i++) {
+    PyObject *used = PyTuple_GET_ITEM(globals, i);
+    if (!PyTuple_Check(used) || PyTuple_GET_SIZE(used) != 3 || !PyDict_Check(PyTuple_GET_ITEM(used, 2))) {
+      PyErr_SetString(PyExc_TypeError, "hal: a global is (name, value, dict)");
+      return -1;
+    }
+  }
   if (length > MOST) {
     PyErr_Format(PyExc_ValueError, "hal: at most %d arguments expected, got %zd", (int)MOST, length);
     return -1;
@@ -263,7 +296,6 @@ static int init(PyObject *object, PyObject *given, PyObject *names) {
   if (self->call != NULL) { PyErr_SetString(PyExc_TypeError, "hal: a launch is made once"); return -1; }
   self->slow = Py_NewRef(slow);
   self->pre_run = Py_NewRef(pre_run);
-  self->changed = Py_NewRef(changed);
   self->globals = Py_NewRef(globals);
   self->count = length;
   memcpy(self->params, params, (size_t)length);
@@ -273,14 +305,14 @@ static int init(PyObject *object, PyObject *given, PyObject *names) {
 
 static int traverse(PyObject *object, visitproc visit, void *arg) {
   Launch *self = (Launch *)object;
-  Py_VISIT(self->slow); Py_VISIT(self->pre_run); Py_VISIT(self->changed); Py_VISIT(self->globals);
+  Py_VISIT(self->slow); Py_VISIT(self->pre_run); Py_VISIT(self->globals);
   return 0;
 }
 
 static int clear(PyObject *object) {
   Launch *self = (Launch *)object;
   self->call = NULL;                               /* what still reaches it is told that it can't be called */
-  Py_CLEAR(self->slow); Py_CLEAR(self->pre_run); Py_CLEAR(self->changed); Py_CLEAR(self->globals);
+  Py_CLEAR(self->slow); Py_CLEAR(self->pre_run); Py_CLEAR(self->globals);
   return 0;
 }
 
@@ -301,13 +333,15 @@ static PyTypeObject launch_type = {
   .tp_vectorcall_offset = offsetof(Launch, call),
 };
 
-/* setup(exchange, device type, cuLaunchKernelEx, cuCtxGetDevice, runtime knobs, compilation knobs, Tensor, Parameter) */
+#include "_plans.c"
+
+/* setup(exchange, device type, cuLaunchKernelEx, cuCtxGetDevice, cuStreamIsCapturing, runtime knobs, compilation knobs, Tensor, Parameter) */
 static PyObject *setup(PyObject *module, PyObject *given) {
   PyObject *capsule, *r, *c, *t, *p;
-  unsigned long long launch, device;
+  unsigned long long launch, device, capturing;
   int type;
   (void)module;
-  if (!PyArg_ParseTuple(given, "OiKKOOOO", &capsule, &type, &launch, &device, &r, &c, &t, &p)) return NULL;
+  if (!PyArg_ParseTuple(given, "OiKKKOOOO", &capsule, &type, &launch, &device, &capturing, &r, &c, &t, &p)) return NULL;
   const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (api == NULL) return NULL;
   if (api->version.major != 1 || api->read == NULL || api->stream == NULL)
@@ -319,6 +353,7 @@ static PyObject *setup(PyObject *module, PyObject *given) {
   device_type = type;
   start = (CUresult (*)(const CUlaunchConfig *, CUfunction, void **, void **))(uintptr_t)launch;
   current_device = (CUresult (*)(CUdevice *))(uintptr_t)device;
+  captures = (CUresult (*)(CUstream, int *))(uintptr_t)capturing;
   Py_XSETREF(enter, before);
   Py_XSETREF(leave, after);
   Py_XSETREF(runtime, Py_NewRef(r));
@@ -338,8 +373,9 @@ PyMODINIT_FUNC PyInit_hal_launch(void) {
   s_debug = PyUnicode_InternFromString("debug");
   s_instrumentation = PyUnicode_InternFromString("instrumentation_mode");
   if (s_enter == NULL || s_leave == NULL || s_calls == NULL || s_debug == NULL || s_instrumentation == NULL) return NULL;
-  if (PyType_Ready(&launch_type) < 0) return NULL;
+  if (PyType_Ready(&launch_type) < 0 || PyType_Ready(&plans_type) < 0) return NULL;
   PyObject *m = PyModule_Create(&module);
-  if (m != NULL && PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0) Py_CLEAR(m);
+  if (m != NULL && (PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0
+                    || PyModule_AddObjectRef(m, "Plans", (PyObject *)&plans_type) < 0)) Py_CLEAR(m);
   return m;
 }

@@ -168,7 +168,7 @@ class Launch:
             hooks = kernel.jit.pre_run_hooks
             # More arguments than it has room for: by Triton's own launch.
             with contextlib.suppress(ValueError):
-                self.native = helper.Launch(self._launch, params, hooks, _changed if used else None, used)
+                self.native = helper.Launch(self._launch, params, hooks, used)
                 self.start = self.native
 
     def __call__(self, grid: Grid, *args: Any) -> None:
@@ -323,7 +323,8 @@ def _helper() -> Any:
             raise RuntimeError("it counts on the GIL")
         driver = ctypes.CDLL("libcuda.so.1")
         addresses = [
-            ctypes.cast(f, ctypes.c_void_p).value for f in (driver.cuLaunchKernelEx, driver.cuCtxGetDevice)
+            ctypes.cast(f, ctypes.c_void_p).value
+            for f in (driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing)
         ]
         module = _built()
         cuda = 2  # DLPack's number
@@ -340,26 +341,25 @@ def _built() -> Any:
     from triton.backends.nvidia.driver import include_dirs
     from triton.runtime.build import compile_module_from_src
 
-    source = Path(__file__).with_name("_launch.c").read_text(encoding="utf-8")
+    source, plans = (
+        Path(__file__).with_name(n).read_text(encoding="utf-8") for n in ("_launch.c", "_plans.c")
+    )
+    # In one piece: what is compiled is kept by the text of it.
+    source = source.replace('#include "_plans.c"', plans)
     return compile_module_from_src(src=source, name="hal_launch", include_dirs=include_dirs)
 
 
-def _used_globals(kernel: Kernel) -> list[Any]:
-    """Module globals that the kernel's code reads: Triton compiles their values in."""
+def _used_globals(kernel: Kernel) -> tuple[tuple[str, Any, dict[str, Any]], ...]:
+    """Module globals that the kernel's code reads, whose values Triton compiles in: (name, value, where)."""
     _ = kernel.jit.cache_key
     used = []
     for (name, _), (value, space) in kernel.jit.used_global_vals.items():
         now = space.get(name)
-        # Triton keeps copies, and compares them at every launch; a constexpr can be recognised by identity.
+        # Triton keeps copies, and compares them at every launch. The helper goes by identity, which says enough of a
+        # constexpr alone.
         same = isinstance(now, triton.language.constexpr) and now == value
         used.append((name, now if same else value, space))
-    return used
-
-
-def _changed(used: list[Any]) -> bool:
-    return any(
-        space.get(name, _kernels) is not value and space.get(name) != value for name, value, space in used
-    )
+    return tuple(used)
 
 
 _interpreting = threading.RLock()

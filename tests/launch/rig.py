@@ -37,25 +37,33 @@ class Config(ctypes.Structure):
 
 
 class Driver:
-    """cuLaunchKernelEx and cuCtxGetDevice as functions of C."""
+    """cuLaunchKernelEx, cuCtxGetDevice and cuStreamIsCapturing as functions of C."""
 
     def __init__(self) -> None:
         self.started: list[tuple[int, tuple[int, ...], list[bytes]]] = []
-        self.device, self.count, self.code = 0, 0, 0
+        self.device, self.code, self.capturing = 0, 0, 0
+        self.count: int | dict[int, int] = 0
+        """How many arguments to look at; by the function, where there are several."""
         start = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
         )  # fmt: skip
         where = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-        self.functions = start(self.start), where(self.where)
+        capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+        self.functions = start(self.start), where(self.where), capturing(self.asked)
 
     def start(self, config: Any, function: int, params: Any, extra: Any) -> int:
         c = config[0]
-        values = [ctypes.string_at(params[i], 8) for i in range(self.count)]
+        count = self.count[function] if isinstance(self.count, dict) else self.count
+        values = [ctypes.string_at(params[i], 8) for i in range(count)]
         self.started.append((function, (c.gx, c.gy, c.gz, c.bx, c.shared, c.attributes), values))
         return self.code
 
     def where(self, out: Any) -> int:
         out[0] = self.device
+        return 0
+
+    def asked(self, stream: int, out: Any) -> int:
+        out[0] = self.capturing
         return 0
 
     def addresses(self) -> list[int]:
@@ -104,10 +112,10 @@ class Rig:
         self.functions: dict[str, int] = {}
         self.slow_calls: list[tuple[Any, ...]] = []
         self.pre_run: list[Any] = []
-        self.changed: Any = None
+        self.space: dict[str, Any] = {"WIDTH": 3}
         params = bytes(1 * p.specialize + 2 * p.typed for p in self.params)
         self.native = helper.Launch(
-            self.slow, params, self.pre_run, lambda used: bool(self.changed and self.changed(used)), [1]
+            self.slow, params, self.pre_run, (("WIDTH", self.space["WIDTH"], self.space),)
         )
 
     def compiled_for(self, args: tuple[Any, ...]) -> tuple[str, str]:

@@ -123,12 +123,13 @@ found.loader.exec_module(helper)
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("slow, bytes(65), hooks, changed, used", "ValueError"),
-        ("slow, bytes(4), (), changed, used", "TypeError"),
-        ("slow, 'text', hooks, changed, used", "TypeError"),
-        ("slow, bytes(4), hooks, changed", "TypeError"),
-        ("slow, bytes(4), hooks, changed, used, 1", "TypeError"),
-        ("slow, bytes(4), hooks, changed, used, name=1", "TypeError"),
+        ("slow, bytes(65), hooks, used", "ValueError"),
+        ("slow, bytes(4), (), used", "TypeError"),
+        ("slow, 'text', hooks, used", "TypeError"),
+        ("slow, bytes(4), hooks", "TypeError"),
+        ("slow, bytes(4), hooks, (*used, 1)", "TypeError"),
+        ("slow, bytes(4), hooks, used, 1", "TypeError"),
+        ("slow, bytes(4), hooks, used, name=1", "TypeError"),
     ],
 )
 def test_a_launch_that_can_t_be_made_keeps_and_drops_no_reference(
@@ -136,15 +137,15 @@ def test_a_launch_that_can_t_be_made_keeps_and_drops_no_reference(
 ) -> None:
     told = in_a_child(
         f"""
-slow, hooks, changed, used = (lambda *a: 0), [], (lambda x: False), [[]]
-before = [sys.getrefcount(x) for x in (slow, hooks, changed, used)]
+slow, hooks, used = (lambda *a: 0), [], (("A", 1, dict()),)
+before = [sys.getrefcount(x) for x in (slow, hooks, used)]
 for _ in range(100):
     try:
         helper.Launch({arguments})
     except Exception as e:
         told = type(e).__name__
 gc.collect()
-assert [sys.getrefcount(x) for x in (slow, hooks, changed, used)] == before
+assert [sys.getrefcount(x) for x in (slow, hooks, used)] == before
 print(told)
 """,
         built=helper,
@@ -161,10 +162,10 @@ try:
 except TypeError:
     print("not callable")
 assert bare.add((), 1, 4, 0, False, "") is False
-one = helper.Launch(lambda *a: "slow", bytes(2), [], None, [])
+one = helper.Launch(lambda *a: "slow", bytes(2), [], ())
 for again in (bytes(2), bytes(64)):
     try:
-        one.__init__(lambda *a: 0, again, [], None, [])
+        one.__init__(lambda *a: 0, again, [], ())
     except TypeError as e:
         print(e)
 print(one((1,), 2, 3))
@@ -188,7 +189,7 @@ class Owner:
 gone = []
 for _ in range(50):
     owner = Owner()
-    owner.native = helper.Launch(owner.slow, bytes(3), [owner], owner.slow, [owner])
+    owner.native = helper.Launch(owner.slow, bytes(3), [owner], (("A", owner, {"B": owner}),))
     gone.append(weakref.ref(owner))
     del owner
 gc.collect()
@@ -211,7 +212,7 @@ def test_a_setup_that_fails_changes_nothing(helper: Any) -> None:
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     words = (ctypes.c_uint64 * 8)(9)  # of version 9
     newer = capsule(ctypes.addressof(words), b"dlpack_exchange_api", None)
-    for at, bad in ((0, object()), (0, newer), (4, object()), (1, "cuda"), (2, None)):
+    for at, bad in ((0, object()), (0, newer), (5, object()), (1, "cuda"), (2, None)):
         wrong = [*good]
         wrong[at] = bad
         with pytest.raises((ValueError, RuntimeError, AttributeError, TypeError)):

@@ -122,7 +122,7 @@ def test_what_disturbs_goes_the_slow_way(helper: Any, monkeypatch: pytest.Monkey
     elif what == "pre-run":
         rig.pre_run.append(print)
     elif what == "global":
-        rig.changed = lambda used: used == [1]
+        rig.space["WIDTH"] = 4
     else:
         rig.driver.device = 1
     started = len(rig.driver.started)
@@ -161,7 +161,7 @@ def test_errors_of_the_slow_path_come_through(helper: Any) -> None:
         raise KeyError("slow")
 
     rig = Rig(helper)
-    native = helper.Launch(refuse, bytes(4), [], None, [])
+    native = helper.Launch(refuse, bytes(4), [], ())
     with pytest.raises(KeyError, match="slow"):
         native((1,), BASE, BASE, 5, 6)
     with pytest.raises(KeyError, match="slow"):
@@ -202,7 +202,7 @@ def test_numbers_of_every_kind_reach_a_float_parameter_as_what_they_are(
 
 def test_a_form_that_would_read_another_kind_s_bits_is_not_learnt(helper: Any) -> None:
     rig = Rig(helper)
-    native = helper.Launch(lambda *_: "slow", bytes(4), [], None, [])
+    native = helper.Launch(lambda *_: "slow", bytes(4), [], ())
     for args, codes in (
         ((BASE, BASE, 5, 0.5), "ppil"), ((BASE, BASE, 0.5, 5), "pplb"), ((BASE, 7, 5, 6), "ppii"),
         ((BASE, BASE, BASE, 6), "ppli"), ((BASE, BASE, None, 6), "ppii"), ((BASE, BASE, 5, 6), "ppi?"),
@@ -218,7 +218,7 @@ def test_a_form_that_would_read_another_kind_s_bits_is_not_learnt(helper: Any) -
 
 def test_integers_that_no_parameter_holds_go_the_slow_way(helper: Any) -> None:
     rig = Rig(helper)
-    native = helper.Launch(lambda *_: "slow", bytes(4), [], None, [])
+    native = helper.Launch(lambda *_: "slow", bytes(4), [], ())
     for n in (2**64, -(2**63) - 1, 10**400, -(10**400)):
         assert native((1,), BASE, BASE, n, 6) == "slow"
         assert native.add((BASE, BASE, n, 6), 1, 4, 0, False, "ppll") is False

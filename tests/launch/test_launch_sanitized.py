@@ -1,4 +1,4 @@
-"""``hal/triton/_launch.c`` without a warning, and its tests under the address and undefined-behaviour sanitizers."""
+"""The C of launches and keys without a warning; the tests of launches under the address and UB sanitizers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ if GCC is None:
     pytest.skip("no gcc", allow_module_level=True)
 
 
-def built(to: Path, *options: str) -> Path:
+def built(to: Path, *options: str, source: str = "hal/triton/_launch.c") -> Path:
     """The helper, compiled with these options; a warning is an error."""
     includes = [f"-I{d}" for d in (*include_dirs, sysconfig.get_path("include"))]
     done = subprocess.run(
         [str(GCC), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options, *includes,
-         str(ROOT / "hal" / "triton" / "_launch.c"), "-o", str(to)],
+         str(ROOT / source), "-o", str(to)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return to
 
 
+@pytest.mark.parametrize("source", ["hal/triton/_launch.c", "hal/ops/_sign.c"])
 @pytest.mark.parametrize("level", ["-O0", "-O2", "-O3"])
-def test_it_compiles_without_a_warning(tmp_path: Path, level: str) -> None:
-    built(tmp_path / "hal_launch.so", level, "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
+def test_it_compiles_without_a_warning(tmp_path: Path, level: str, source: str) -> None:
+    built(tmp_path / "it.so", level, "-Wshadow", "-Wconversion", "-Wno-sign-conversion", source=source)
 
 
 def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_launch_native.py",
-         "tests/launch/test_launch_learns.py"],
+         "tests/launch/test_launch_learns.py", "tests/launch/test_plans.py"],
         cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.ops import BUILTIN, get_spec
+from hal.ops import BUILTIN, _native, get_spec
 from hal.ops._key import KEY_NAMES
 from hal.ops._signature import stride_class
 from hal.ops.proofs.inputs import floats, generator, odd_indices
@@ -105,6 +106,76 @@ def test_key_decides_signature_and_refusal(op: OpSpec) -> None:
         assert known == found, key
         kinds += 1
     assert kinds > len(seen) > 5
+
+
+@pytest.mark.parametrize("op", SPECS, ids=lambda s: s.name)
+def test_calls_that_are_signed_alike_have_one_key(op: OpSpec) -> None:
+    """What C makes of the tensors tells apart all that Python does, and says that their sizes agree."""
+    sign = signer(op)
+    tensors = [n for n, a in op.args.items() if isinstance(a, TensorArg)]
+    seen: dict[bytes, Any] = {}
+    for values in variations(op):
+        signed = sign(*(values[n] for n in tensors))
+        if signed is not None:
+            assert not eval_sizes(op, values)
+            key = eval(op.key_sources()[0], dict(KEY_NAMES), dict(values))
+            assert seen.setdefault(signed, key) == key
+    assert seen or not tensors or op.sizes_source() == "True"
+
+
+def signer(op: OpSpec) -> Any:
+    if _native._module() is None:
+        pytest.skip("no C compiler, or a torch without the DLPack exchange interface")
+    return _native.signer(op.args, op.static)
+
+
+class Mine(Tensor):
+    pass
+
+
+def test_what_is_not_plain_is_not_signed() -> None:
+    """Those are told apart by Python, each by what it is."""
+    op = get_spec("get_last_loc")
+    table, one = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    sign = signer(op)
+    assert sign(table, one, one)
+    two, far = torch.zeros(2, dtype=torch.int64), table.to("meta")
+    for args in ((table, two, one), (table, one), (table, one, None), (table, one, 3), (far, one, one),
+                 (table.as_subclass(Mine), one, one), (table[:0], one, one), (table.expand(2, 2, 8)[0].T, one, one),
+                 (table[:1].expand(2, 8), one, one)):  # fmt: skip
+        assert sign(*args) is None
+    assert torch.func.vmap(lambda t: one.new_tensor(sign(table, t, t) is None))(one[:, None]).item()
+
+    op = get_spec("rope_kv_write")
+    values = op.make()
+    names = [n for n, a in op.args.items() if isinstance(a, TensorArg)]
+    sign = signer(op)
+    assert sign(*map(values.get, names))
+    q = values["q"]
+    imaginary = torch.zeros(*q.shape, dtype=torch.complex64).conj().imag
+    assert imaginary.is_neg()
+    for other in (q.float().requires_grad_(), imaginary):
+        assert sign(*map({**values, "q": other}.get, names)) is None
+    with torch.no_grad():
+        assert sign(*map({**values, "q": q.clone().requires_grad_()}.get, names))
+    with torch.autograd.forward_ad.dual_level():
+        assert sign(*map(values.get, names)) is None
+    traced: list[Any] = []
+
+    def trace(x: Tensor) -> Tensor:
+        traced.append(sign(*map(values.get, names)))
+        return x + 1
+
+    torch.jit.trace(trace, (torch.zeros(1),), check_trace=False)
+    assert traced == [None]
+
+
+def test_without_a_compiler_python_makes_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_native, "_module", _native._module.__wrapped__)
+    op = get_spec("get_last_loc")
+    assert _native.signer(op.args, op.static) is _native._unsigned
 
 
 def eval_sizes(op: OpSpec, values: Mapping[str, Any]) -> bool:

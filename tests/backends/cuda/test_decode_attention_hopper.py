@@ -44,7 +44,7 @@ def test_right(form: dict[str, Any]) -> None:
 
     decode_attention._plans.clear()
     assert verdict("decode_attention", made(**form)) <= 1.0
-    assert {plan[0].kernel.name for plan in decode_attention._plans.values()} == {
+    assert {plan.steps[0].run.kernel.name for plan in decode_attention._plans.values()} == {
         "decode_attention_hopper_kernel"
     }
 

@@ -68,7 +68,7 @@ def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> Non
 
     extend_attention._plans.clear()
     assert verdict("extend_attention", made(head_dim, v_head_dim, **FORMS[form])) <= 1.0
-    assert {plan[0].kernel.name for plan in extend_attention._plans.values()} == {
+    assert {plan.steps[0].run.kernel.name for plan in extend_attention._plans.values()} == {
         "extend_attention_hopper_kernel"
     }
 

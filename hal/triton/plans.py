@@ -1,0 +1,203 @@
+"""What an op's call of one kind starts, found by one key: from the arguments to the launches at once.
+
+A launcher says once how the launches of a call follow from its arguments (a `Plan`): which arguments a kernel gets, and
+which numbers follow from lengths. On a device ``_plans.c`` does that for every later call of the kind, without Python;
+here is what it does, for calls of a new kind, other lanes, and machines without a C compiler.
+
+The key of a call has all that a plan may depend on: of a tensor device, dtype, alignment, sizes but the first, strides,
+and which earlier argument begins where it does; of an int or bool its value; of a float its sign. So a plan may use the
+first sizes, pointers and floats only by naming them.
+
+Example:
+    >>> @plans                                                                    # doctest: +SKIP
+    ... def _copy(src, dst):
+    ...     run = copy.bind(BLOCK=1024, num_warps=4)
+    ...     return Plan((Step(run, length("src", per=1024), ("src", "dst", length("src"))),))
+    >>> _copy.start(src, dst)                                                     # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hal.triton import launch
+
+MOST = 2**31 - 2**10
+"""The longest that an argument may be whose plans are remembered: what is a tile past it is still an int32."""
+LIMIT = 4096
+"""Kinds of calls that are remembered of an op, forgotten all at once."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that follows from lengths; a tensor's length is its first size. At most two terms."""
+
+    start: int = 0
+    terms: tuple[tuple[str, int, int, int], ...] = ()
+    """(argument, by, per, times): times * ceil(length * by / per)."""
+
+    def __add__(self, other: int | Size) -> Size:
+        other = Size(other) if isinstance(other, int) else other
+        return Size(self.start + other.start, self.terms + other.terms)
+
+    def times(self, n: int) -> Size:
+        return Size(self.start * n, tuple((name, by, per, times * n) for name, by, per, times in self.terms))
+
+
+def length(argument: str, *, by: int = 1, per: int = 1, times: int = 1) -> Size:
+    """times * ceil(length * by / per)"""
+    return Size(0, ((argument, by, per, times),))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A pointer to the plan's scratch, behind its first `elements`."""
+
+    elements: Size
+
+
+class Step(NamedTuple):
+    """One launch of a plan."""
+
+    run: launch.Launch
+    grid: Size
+    """Programs, in one dimension; where there are none, nothing is started."""
+    args: tuple[Any, ...]
+    """Of the kernel: names of the call's arguments, `Size`, `Scratch`, and constants. A number goes as a float."""
+    where: tuple[tuple[str, int, int], ...] = ()
+    """(argument, low, high): started only where low < its length <= high; at most two."""
+
+
+class Plan(NamedTuple):
+    """What a call starts: at most four launches, one after the other."""
+
+    steps: tuple[Step, ...]
+    scratch: Size | None = None
+    """Elements of fp32 scratch that they share: one a device and stream, kept; a captured graph gets its own."""
+
+
+class plans(dict[Any, Plan]):
+    """The plans of one op by their keys; made of the function that makes one of a call's arguments.
+
+    ``start`` is called with the arguments by position.
+    """
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self.make = make
+        self.names = tuple(inspect.signature(make).parameters)
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+        self._outgrown: list[Tensor] = []
+        """Earlier scratch: a captured graph may still write to it."""
+        self.native: Any = None
+        """The plans of ``_plans.c``, where there are."""
+        self.start: Callable[..., None] = self._start
+        launch.keeps(self)
+
+    def clear(self) -> None:
+        self.start, self.native = self._start, None
+        super().clear()
+
+    def _start(self, *args: Any) -> None:
+        given = dict(zip(self.names, args, strict=True))
+        lengths = {n: a.shape[0] if a.ndim else 1 for n, a in given.items() if isinstance(a, Tensor)}
+        key = key_of(args)
+        # A launcher may refuse what is too long, and says so in making the plan.
+        plan = self.get(key) if max(lengths.values()) <= MOST else None
+        new = plan is None
+        if plan is None:
+            plan = self.make(*args)
+
+        def size(of: Size) -> int:
+            return of.start + sum(-(-lengths[n] * by // per) * times for n, by, per, times in of.terms)
+
+        scratch = None if plan.scratch is None else self._workspace(args[0].device, size(plan.scratch))
+
+        def value(of: Any) -> Any:
+            if isinstance(of, str):
+                return float(given[of]) if isinstance(given[of], int) else given[of]
+            if isinstance(of, Scratch):
+                return scratch[size(of.elements) :]  # type: ignore[index]
+            return size(of) if isinstance(of, Size) else of
+
+        started: list[tuple[Any, ...]] = []
+        others: list[tuple[Any, ...]] = []
+        for step in plan.steps:
+            within = all(low < lengths[name] <= high for name, low, high in step.where)
+            (started if within else others).append((step.run, size(step.grid), tuple(map(value, step.args))))
+        if new and started:
+            # All at once: a request must not wait for the compiler because more tokens came.
+            for run, _, each in others:
+                run.prepare(*each)
+            if len(self) >= LIMIT:
+                self.clear()
+            self[key] = plan
+        for run, programs, each in started:
+            if programs:
+                run.start((programs, 1, 1), *each)
+        self._teach(plan, args)
+
+    def _teach(self, plan: Plan, args: tuple[Any, ...]) -> None:
+        """Has ``_plans.c`` do the same from now on, where it can."""
+        if self.native is None:
+            if launch.lane() != "device" or (helper := launch._helper()) is None:
+                return
+            self.native = helper.Plans(self._start, len(self.names))
+            self.start = self.native
+        at = {name: i for i, name in enumerate(self.names)}
+
+        def numbered(of: Size) -> tuple[Any, ...]:
+            return (of.start, *((at[name], *how) for name, *how in of.terms))
+
+        def source(of: Any) -> Any:
+            if isinstance(of, str):
+                return "a", at[of]
+            if isinstance(of, Scratch):
+                return "w", numbered(of.elements)
+            return ("s", numbered(of)) if isinstance(of, Size) else of
+
+        if all(step.run.native is not None for step in plan.steps):
+            steps = tuple(
+                (
+                    step.run.native,
+                    tuple((at[name], low, high) for name, low, high in step.where),
+                    numbered(step.grid),
+                    tuple(map(source, step.args)),
+                )
+                for step in plan.steps
+            )
+            for (device, stream), found in self._scratch.items():
+                self.native.lend(device, stream, found.numel(), found.data_ptr())
+            self.native.learn(args, steps, plan.scratch and numbered(plan.scratch))
+
+    def _workspace(self, device: torch.device, size: int) -> Tensor:
+        """fp32 scratch of at least `size` elements."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return torch.empty(size, dtype=torch.float32, device=device)
+        at = (device.index, launch._stream(device.index))
+        found = self._scratch.get(at)
+        if found is None or found.numel() < size:
+            if found is not None:
+                self._outgrown.append(found)
+            room = 1 << (size - 1).bit_length()
+            found = self._scratch[at] = torch.empty(room, dtype=torch.float32, device=device)
+        return found
+
+
+def key_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells one kind of calls from another."""
+    first: dict[int, int] = {}
+    parts: list[Any] = []
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            at = a.data_ptr()
+            where = a.get_device(), a.dtype, at & 15 == 0, first.setdefault(at, i)
+            parts.append((where, a.shape[1:], a.stride()))
+        else:
+            parts.append((a.__class__, (a > 0, a < 0, a == 0) if isinstance(a, float) else a))
+    return tuple(parts)

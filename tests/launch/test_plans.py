@@ -1,0 +1,240 @@
+"""Plans: one key for a call's launches, in C and in Python; what is started by them, and when not."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from launch.rig import BASE, CPU, Driver, helper
+from triton import knobs
+
+from hal.triton import launch
+from hal.triton.plans import MOST, Plan, Scratch, Size, Step, key_of, length, plans
+
+__all__ = ["helper"]
+
+
+def first(a, b, part, n, m, scale, BLOCK: tl.constexpr):
+    pass
+
+
+def second(a, part, n: tl.int64, BLOCK: tl.constexpr):
+    pass
+
+
+class Rig:
+    """An op of two launches on CPU tensors, whose kernels compile at once to numbers."""
+
+    def __init__(self, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = Driver()
+        helper.setup(
+            torch.Tensor.__dlpack_c_exchange_api__, CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation,
+            torch.Tensor, torch.nn.Parameter,
+        )  # fmt: skip
+        monkeypatch.setattr(launch, "_helper", lambda: helper)
+        monkeypatch.setattr(launch, "lane", lambda: "device")
+        self.slow: list[tuple[str, Any, tuple[Any, ...]]] = []
+        self.prepared: list[tuple[Any, ...]] = []
+        self.made: list[tuple[Any, ...]] = []
+        self.by_python = 0
+
+        def run(bound: launch.Launch, grid: Any, args: tuple[Any, ...], warmup: bool = False) -> None:
+            (self.prepared if warmup else self.slow).append((bound.kernel.name, grid, args))
+            codes = "pppild" if bound.kernel.name == "first" else "ppl"
+            if bound.native is not None:
+                bound.native.add(args, 7 if bound.kernel.name == "first" else 8, 4, 96, True, codes)
+
+        monkeypatch.setattr(launch.Launch, "_run", run)
+        kernels = [launch.jit(do_not_specialize=f)(k) for k, f in ((first, ("n", "m")), (second, ("n",)))]
+
+        def make(a: Any, b: Any, scale: float, mode: int) -> Plan:
+            self.made.append((a, b, scale, mode))
+            if a.shape[0] > MOST:
+                raise ValueError("too long")
+            one, two = (k.bind(BLOCK=64) for k in kernels)
+            part = Scratch(length("a", times=4))
+            n = length("a", by=3, per=2)
+            return Plan(
+                (
+                    Step(one, length("b", per=16) + 1, ("a", "b", Scratch(Size()), n, mode, "scale")),
+                    Step(two, length("b"), ("b", part, length("b", times=2)), (("b", 64, 2**31),)),
+                ),
+                length("a", times=8),
+            )
+
+        self.plans = plans(make)
+        lent = torch.zeros(4096, dtype=torch.float32, device="cpu")
+
+        def workspace(device: torch.device, size: int) -> torch.Tensor:
+            self.by_python += 1
+            self.plans._scratch = {(0, 0): lent}
+            return lent
+
+        monkeypatch.setattr(self.plans, "_workspace", workspace)
+        self.lent = lent
+
+    def __call__(self, a: Any, b: Any, scale: Any = 0.5, mode: Any = 3) -> list[Any]:
+        """What the driver was told; of calls that went by Python, nothing."""
+        self.driver.started.clear()
+        self.driver.count = {7: 6, 8: 3}
+        self.plans.start(a, b, scale, mode)
+        return [(f, c[:3]) for f, c, _ in self.driver.started]
+
+
+@pytest.fixture
+def rig(helper: Any, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(helper, monkeypatch)
+
+
+A, B = BASE[:256].view(8, 32), BASE[256:384]
+WARM = [(7, (9, 1, 1)), (8, (128, 1, 1))]
+
+
+def test_a_warm_call_starts_what_the_first_one_did(rig: Rig) -> None:
+    assert rig(A, B) == []
+    assert [(name, grid) for name, grid, _ in rig.slow] == [("first", (9, 1, 1)), ("second", (128, 1, 1))]
+    a, b, part, n, m, scale = rig.slow[0][2]
+    assert (a is A, b is B, part.data_ptr(), n, m, scale) == (True, True, rig.lent.data_ptr(), 12, 3, 0.5)
+    assert rig.slow[1][2][1].data_ptr() == rig.lent.data_ptr() + 4 * 32
+    assert rig(A, B) == WARM
+    values = [[int.from_bytes(v, "little") for v in values] for _, _, values in rig.driver.started]
+    assert values[0][:3] == [A.data_ptr(), B.data_ptr(), rig.lent.data_ptr()]
+    assert values[0][3] % 2**32 == 12
+    assert values[1][:3] == [B.data_ptr(), rig.lent.data_ptr() + 4 * 32, 256]
+    # Other lengths, pointers and numbers are no other kind.
+    assert rig(BASE[512:544].view(1, 32), BASE[128:224], 0.25) == [(7, (7, 1, 1)), (8, (96, 1, 1))]
+    assert len(rig.made) == 1
+    assert len(rig.slow) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (BASE[:512].view(8, 64)[:, :32], B, 0.5, 3),
+        (BASE[:128].view(8, 16), B, 0.5, 3),
+        (BASE[8:264].view(8, 32), B, 0.5, 3),
+        (A.view(torch.int8), B, 0.5, 3),
+        (A.view(1, 8, 32), B, 0.5, 3),
+        (A, BASE[0:128], 0.5, 3),
+        (A, B, -0.5, 3),
+        (A, B, 0.0, 3),
+        (A, B, 1, 3),
+        (A, B, 0.5, 4),
+        (A, B, 0.5, True),
+        (A, B, 0.5, None),
+    ],
+    ids=["stride", "size", "alignment", "dtype", "rank", "alias", "sign", "zero", "int", "value", "bool", "none"],
+)  # fmt: skip
+def test_what_a_plan_may_depend_on_is_in_both_keys(rig: Rig, other: tuple[Any, ...]) -> None:
+    base = (A, B, 0.5, 3)
+    assert key_of(base) != key_of(other)
+    rig(*base)
+    assert rig(*base) == WARM
+    for args in (base, (A, B, 0.5, 1), (A, B, 0.5, 0)):
+        rig(*args)
+    count = len(rig.made)
+    rig(*other)
+    assert len(rig.made) == count + 1
+
+
+def test_two_devices_share_no_plan(rig: Rig) -> None:
+    on_meta = (A.to("meta"), B.to("meta"), 0.5, 3)
+    assert key_of((A, B, 0.5, 3))[0][0][1:3] == key_of(on_meta)[0][0][1:3]
+    assert key_of((A, B, 0.5, 3)) != key_of(on_meta)
+
+
+def test_a_launch_that_is_not_due_is_made_ready_and_not_started(rig: Rig) -> None:
+    few = BASE[256:320]
+    rig(A, few)
+    assert [name for name, *_ in rig.slow] == ["first"]
+    assert [name for name, *_ in rig.prepared] == ["second"]
+    assert rig(A, few) == [(7, (5, 1, 1))]
+    assert rig(A, B) == WARM
+    assert len(rig.made) == 1
+
+
+def test_nothing_is_started_in_part(rig: Rig) -> None:
+    """Of two launches the second is not to be started by C: no launch happens twice."""
+    rig(A, B)
+    rig.slow.clear()
+    next(iter(rig.plans.values())).steps[1].run.kernel.jit.pre_run_hooks.append(print)
+    assert rig(A, B) == [(7, (9, 1, 1))]
+    assert [name for name, *_ in rig.slow] == ["second"]
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("what", ["subclass", "context", "capture", "scratch", "long"])
+def test_what_is_not_as_before_goes_by_python(rig: Rig, what: str) -> None:
+    a, b = A, B
+    rig(a, b)
+    assert rig(a, b) == WARM
+    assert rig.by_python == 1
+    if what == "subclass":
+        a = a.as_subclass(Mine)
+    elif what == "context":
+        rig.driver.device = 1
+    elif what == "capture":
+        rig.driver.capturing = 1
+    elif what == "scratch":
+        a = BASE[:1].view(1, 1).expand(1024, 32)
+    else:
+        a = BASE[:1].view(1, 1).expand(MOST + 1, 32)
+        with pytest.raises(ValueError, match="too long"):
+            rig(a, b)
+        return
+    rig.slow.clear()
+    started = [f for f, _ in rig(a, b)]
+    # By Python the launches are warm or cold each for itself.
+    assert [*({"first": 7, "second": 8}[name] for name, *_ in rig.slow), *started] == [7, 8]
+    assert rig.by_python == 2
+
+
+def test_a_parameter_is_a_tensor(rig: Rig) -> None:
+    p = torch.nn.Parameter(A, requires_grad=False)
+    rig(p, B)
+    assert rig(p, B) == WARM
+    assert rig(A, B) == WARM
+
+
+def test_forgotten_plans_are_made_again(rig: Rig) -> None:
+    rig(A, B)
+    assert rig(A, B) == WARM
+    launch.forget()
+    assert not rig.plans
+    rig(A, B)
+    assert len(rig.made) == 2
+    assert rig(A, B) == WARM
+
+
+def test_without_the_helper_python_does_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_helper", lambda: None)
+    for _ in range(2):
+        assert rig(A, B) == []
+    assert [name for name, *_ in rig.slow] == ["first", "second"] * 2
+    assert len(rig.made) == 1
+
+
+def test_a_failed_launch_is_told(rig: Rig) -> None:
+    rig(A, B)
+    rig.driver.code = 719
+    with pytest.raises(RuntimeError, match="719"):
+        rig(A, B)
+
+
+def test_threads_start_their_pairs_together(rig: Rig) -> None:
+    """They share a scratch: another's launch in between would write over it."""
+    rig(A, B)
+    rig(A, B)
+    rig.driver.started.clear()
+    threads = [
+        threading.Thread(target=lambda: [rig.plans.start(A, B, 0.5, 3) for _ in range(50)]) for _ in range(4)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [f for f, *_ in rig.driver.started] == [7, 8] * 200
