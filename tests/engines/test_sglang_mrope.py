@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +31,12 @@ def main() -> None:
     from hal.engines.sglang import vision
 
     vision.declare_operators()
-    from sglang.srt.layers.rotary_embedding import mrope
+    from sglang.srt.layers.rotary_embedding import base, mrope
 
+    # 0.5.17 asks its published settings for one of them.
+    base.get_exec = mrope.get_exec = lambda: SimpleNamespace(
+        deterministic=SimpleNamespace(rl_on_policy_target=None)
+    )
     from hal.engines.sglang import rotary
 
     assert rotary._plain(mrope.YaRNScalingMRotaryEmbedding)

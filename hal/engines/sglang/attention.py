@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 import hal
@@ -138,7 +137,7 @@ class HalAttention(AttentionBackend):
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.scaled else {}
         if save and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v, **scales)
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **scales)
         heads, v_dim = layer.tp_q_head_num, layer.v_head_dim
         q = q.view(-1, heads, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], heads * v_dim)

@@ -49,6 +49,13 @@ def refusal(reasons: Sequence[str]) -> EngineError:
     )
 
 
+def has_chains() -> bool:
+    """Can this SGLang speculate out of tree? 0.5.17 keeps to its own kernels there."""
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    return hasattr(SRTPlatform, "get_speculative_cache_locs_fn")
+
+
 def check_machine() -> None:
     """Raises:
     EngineError: this is no machine for the platform `hal_cpu`.
@@ -64,6 +71,8 @@ def of_settings(args: Any) -> list[str]:
     if algorithm is None:
         return reasons
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
+    if not has_chains():
+        return [*reasons, f"{asked}: this SGLang has it by its own kernels alone, 0.5.23 on hal too"]
     chain = CHAINS.get(algorithm.upper())
     if chain is None:
         return [*reasons, asked]

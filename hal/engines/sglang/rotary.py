@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.rotary_embedding import mrope, rope_variant, yarn  # noqa: F401  (classes that `_below` finds)
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
@@ -25,7 +24,7 @@ def register() -> None:
     """Gives every class that rotates by a table of cosines and sines hal's forward."""
     for cls in (RotaryEmbedding, *_below(RotaryEmbedding)):
         if _plain(cls):
-            BaseFusedOp.register_oot_forward(cls, forward, seams.KEY)
+            RotaryEmbedding.register_oot_forward(cls, forward, seams.KEY)
 
 
 def check_instances(model: torch.nn.Module) -> None:
