@@ -54,7 +54,7 @@ def allocate(
     return made
 
 
-def _pools(host: Any, of_device: Any) -> tuple[KVPool, KVPool]:
+def _pools(host: Any, device: Any) -> tuple[KVPool, KVPool]:
     """(the device's, the host's)."""
     found: tuple[KVPool, KVPool] | None = getattr(host, "_hal_pools", None)
     if found is not None:
@@ -62,14 +62,14 @@ def _pools(host: Any, of_device: Any) -> tuple[KVPool, KVPool]:
     if host.layout not in LAYOUTS:
         raise limits.refusal([f"a host pool of the layout {host.layout}"])
     options: dict[str, Any] = {"layout": host.layout, "page_size": host.page_size}
-    # The host's own lists of the device's buffers are later than 0.5.17.
-    k, v, rows = (
-        getattr(host, f"device_{name}s", None) or getattr(of_device, name, None)
-        for name in ("k_buffer", "v_buffer", "kv_buffer")
-    )
+
+    def of(name: str) -> Any:
+        # The host's own lists of the device's buffers are later than 0.5.17.
+        return getattr(host, f"device_{name}s", None) or getattr(device, name)
+
     if hasattr(host, "k_buffer"):
-        found = KVPool(k, v), KVPool(host.k_buffer, host.v_buffer, **options)
+        found = KVPool(of("k_buffer"), of("v_buffer")), KVPool(host.k_buffer, host.v_buffer, **options)
     else:
-        found = KVPool(rows), KVPool(host.kv_buffer, **options)
+        found = KVPool(of("kv_buffer")), KVPool(host.kv_buffer, **options)
     host._hal_pools = found
     return found

@@ -61,7 +61,11 @@ def check_machine() -> None:
     EngineError: this is no machine for the platform `hal_cpu`.
     """
     if torch.cuda.is_available() or torch.xpu.is_available() or hasattr(torch, "npu"):
-        raise refusal(["a machine with an accelerator: the adapter was run on CPUs alone so far"])
+        raise refusal(
+            [
+                "the whole adapter beside an accelerator: there --attention-backend hal alone asks for attention"
+            ]
+        )
 
 
 def of_settings(args: Any) -> list[str]:

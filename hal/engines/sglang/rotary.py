@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from torch import Tensor
 
 import hal
-from hal.engines._mrope import rows_of_tokens
+from hal.engines._mrope import axes_of, rows_of_tokens
 from hal.engines.sglang import limits, seams
 
 SAME = ("forward", "forward_native")
@@ -71,8 +71,10 @@ def forward(
     n, size = query.shape[0], self.head_size
     q, k = query.view(n, -1, size), key.view(n, -1, size)
     if positions.ndim == 2:
-        axes = self.axis_map.repeat(2)
-        table, positions = rows_of_tokens(table, positions, axes)
+        if self.axis_map is None:  # 0.5.17 keeps GLM's alone
+            axes = axes_of(self.mrope_section, self.mrope_interleaved)
+            self.axis_map = torch.tensor(axes, dtype=torch.int64, device=query.device)
+        table, positions = rows_of_tokens(table, positions, self.axis_map.repeat(2))
     interleaved = not self.is_neox_style
     kinds = q.device, q.dtype, q.shape[1], k.shape[1], size, table.dtype, table.shape[1], interleaved
     fused = fused_set_kv_buffer_arg
