@@ -156,7 +156,7 @@ def attention(
 
 @app.command()
 def engine(
-    name: Annotated[str, typer.Argument(help="The engine: vllm.")],
+    name: Annotated[str, typer.Argument(help="The engine: vllm or sglang.")],
     shape: Annotated[
         str, typer.Option(help="llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, deepseek-v2-lite or tiny.")
     ] = "llama-3.1-8b",
@@ -168,27 +168,41 @@ def engine(
     throughput: Annotated[int, typer.Option(help="Requests at once; 0: not measured.")] = 256,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
-    memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.85,
+    memory: Annotated[
+        float, typer.Option(help="vLLM's gpu_memory_utilization, SGLang's mem_fraction_static.")
+    ] = 0.85,
     profile: Annotated[int, typer.Option(help="A prompt's length, profiled by kernel; 0: not.")] = 0,
     settings: Annotated[
-        str, typer.Option("--vllm", help='More of LLM(...), as JSON: {"kv_cache_dtype": "fp8"}.')
+        str,
+        typer.Option(
+            "--vllm", "--sglang", help='More of the engine\'s settings, as JSON: {"kv_cache_dtype": "fp8"}.'
+        ),
     ] = "{}",
     report: Annotated[Path | None, typer.Option("--json", help="A file for the report.")] = None,
-    engines: Annotated[str, typer.Option(help="Which of the two, in this order.")] = "stock,hal",
+    engines: Annotated[
+        str, typer.Option(help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang.")
+    ] = "",
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
 ) -> None:
-    """Real vLLM, stock and on hal, in one run: agreement of their logits, then tokens a second and first tokens."""
-    from hal.bench import vllm
+    """A real engine, stock and on hal, in one run: agreement of logits, then tokens a second and first tokens."""
+    from hal.bench import sglang, vllm
 
-    if name != "vllm":
-        raise ArgumentError("bench engine", "NAME", "vllm", repr(name))
+    if name not in ("vllm", "sglang"):
+        raise ArgumentError("bench engine", "NAME", "vllm or sglang", repr(name))
     if shape not in vllm.SHAPES:
         raise ArgumentError("bench engine", "--shape", ", ".join(vllm.SHAPES), repr(shape))
+    chosen = (engines or {"vllm": "stock,hal", "sglang": "hal,triton,flashinfer"}[name]).split(",")
+    if name == "sglang":
+        own = sglang.Options(
+            shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
+            _read("--sglang", settings, json.loads),
+        )  # fmt: skip
+        _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
         seconds, memory, _read("--vllm", settings, json.loads), profile,
     )  # fmt: skip
-    _leave("hal.bench.vllm", "main", options, engines.split(","), rounds, report)
+    _leave("hal.bench.vllm", "main", options, chosen, rounds, report)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:

@@ -165,29 +165,33 @@ def _engine(options: Options) -> Any:
 
 
 def _register_loader() -> None:
-    """``load_format="hal_random"``: norms are 1, all other weights normal with a deviation of 0.02, always the same.
-
-    vLLM's own dummy weights are within a thousandth of zero: attention does not show in their logits.
-    """
-    import torch
+    """``load_format="hal_random"``: `random_weights`."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     @register_model_loader("hal_random")
     class RandomLoader(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
-            with torch.no_grad():
-                for i, (name, weight) in enumerate(sorted(model.named_parameters())):
-                    if not weight.is_floating_point():
-                        continue
-                    if "norm" in name:
-                        weight.fill_(1.0)
-                    elif name.endswith("bias"):
-                        weight.zero_()
-                    else:
-                        weight.normal_(
-                            0.0, 0.02, generator=torch.Generator(weight.device).manual_seed(1000 + i)
-                        )
+            random_weights(model)
+
+
+def random_weights(model: Any, *others: Any) -> None:
+    """Norms are 1, all other weights normal with a deviation of 0.02, always the same.
+
+    The engines' own dummy weights are within a thousandth of zero: attention does not show in their logits.
+    """
+    import torch
+
+    with torch.no_grad():
+        for i, (name, weight) in enumerate(sorted(model.named_parameters())):
+            if not weight.is_floating_point():
+                continue
+            if "norm" in name:
+                weight.fill_(1.0)
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                weight.normal_(0.0, 0.02, generator=torch.Generator(weight.device).manual_seed(1000 + i))
 
 
 def _classes(model: Any) -> dict[str, list[str]]:
@@ -306,7 +310,7 @@ def main(options: Options, engines: Sequence[str], rounds: int, file: Path | Non
 def run(options: Options, engines: Sequence[str], rounds: int) -> dict[str, Any]:
     """The report of all runs; with both engines, how far they agree and the ratios of their speeds."""
     runs = [_spawn(engine, options) for _ in range(rounds) for engine in engines]
-    about = machine("cuda" if _has_gpu() else "cpu")
+    about = machine("cuda" if has_gpu() else "cpu")
     report = {
         "date": about["date"],
         "commit": os.environ.get("GIT_COMMIT") or about["commit"],
@@ -322,12 +326,12 @@ def run(options: Options, engines: Sequence[str], rounds: int) -> dict[str, Any]
     }
     good = {e: [r for r in runs if r["engine"] == e and "error" not in r] for e in engines}
     if good.get("stock") and good.get("hal"):
-        report["agreement"] = _agreement(good["stock"][0], good["hal"][0])
-        report["ratios"] = _ratios(good["stock"], good["hal"])
+        report["agreement"] = agreement(good["stock"][0], good["hal"][0])
+        report["ratios"] = ratios(good["stock"], good["hal"])
     return report
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
@@ -350,7 +354,7 @@ def _spawn(engine: str, options: Options) -> dict[str, Any]:
     return json.loads(text) if not code and text else failed
 
 
-def _agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
+def agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
     """How far the log-probabilities are from stock's, and how far stock's in a batch are from its own alone."""
 
     def far(a: dict[str, float], b: dict[str, float]) -> float:
@@ -374,7 +378,7 @@ def _while_equal(a: list[int], b: list[int]) -> Iterator[int]:
         yield x
 
 
-def _ratios(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+def ratios(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
     """hal's speed over stock's, of the medians over rounds; more than 1: hal is faster."""
 
     def over(

@@ -76,7 +76,7 @@ ENGINES: dict[str, Engine] = {
             'attn_implementation="hal"',
             "import hal.engines.transformers",
         ),
-        Engine("sglang", ("sglang",), ">=0.5.23,<0.5.24", "--attention-backend hal"),
+        Engine("sglang", ("sglang",), ">=0.5.17,<0.5.24", "--attention-backend hal"),
     )
 }
 

@@ -90,6 +90,10 @@ def main(jobs: str, to: str) -> None:
     torch.nn.functional.scaled_dot_product_attention = stock
     if lowered_lane.LOWERED:
         lowered_lane.declare_no_device()
+    from hal.engines.sglang import vision
+
+    # SGLang 0.5.17 imports torchvision before it asks for a platform.
+    vision.declare_operators()
     import sglang.srt.entrypoints.engine as engine
     from sglang.srt.plugins import load_plugins
 

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """Settings that hal refuses, and how."""
+if metadata.version("sglang") == "0.5.17":
+    ngrams = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    REFUSED["chains"] = (
+        ngrams,
+        "speculative decoding (--speculative-algorithm NGRAM): this SGLang has it by its own",
+    )
 HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
 SCENARIOS = [
     *HICACHE,
@@ -288,8 +295,11 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.mem_cache.allocation as allocation
 import sglang.srt.model_executor.forward_batch_info as batch
-from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+try:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+except ImportError:
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.plugins.hook_registry import HookRegistry
 import sglang.srt.platforms as platforms
@@ -302,8 +312,8 @@ print("LOOK" + json.dumps({
     "functions": [f.__module__ for f in (allocation.get_last_loc, batch.compute_position)],
     "wrapped": [hasattr(f, "__wrapped__") for f in (allocation.get_last_loc, batch.compute_position)],
     "hooks": len(HookRegistry._hooks),
-    "decode": dict(allocation.ALLOC_FOR_DECODE_FUNCS) == {},
-    "rotary": bool(BaseFusedOp._oot_forward_registry),
+    "decode": dict(getattr(allocation, "ALLOC_FOR_DECODE_FUNCS", {})) == {},
+    "rotary": bool(RotaryEmbedding._oot_forward_registry),
     "triton": getattr(ATTENTION_BACKENDS["triton"], "__module__", "hal"),
     "choice": ATTENTION_BACKEND_CHOICES.count("hal"),
     "modules": [m for m in sys.modules if m.startswith(("hal.backends", "hal.engines.sglang."))],

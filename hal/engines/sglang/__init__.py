@@ -7,6 +7,8 @@ can't be made, or is told by the platform and the attention backend (`seams.chec
 from __future__ import annotations
 
 import os
+import pkgutil
+from importlib.util import find_spec
 
 from hal._errors import HalError
 from hal.engines import asked, require
@@ -42,10 +44,10 @@ def platform() -> str | None:
 
 def register() -> None:
     """The entry point of `sglang.srt.plugins`: the name ``hal`` for its flag; all of it where that is asked for."""
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    add_attention_backend_choices(["hal"])
+    choices = "arg_groups.choices" if find_spec("sglang.srt.arg_groups.choices") else "server_args"
+    pkgutil.resolve_name(f"sglang.srt.{choices}:add_attention_backend_choices")(["hal"])
     register_attention_backend("hal")(attention)
     if switched_on():
         from hal.engines.sglang import seams

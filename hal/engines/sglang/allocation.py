@@ -69,16 +69,19 @@ def alloc_for_decode(batch: Any, token_per_req: int) -> Tensor:
             last_loc=hal.get_last_loc(table, rows, lens), req_pool_indices=rows, batch=batch,
         )  # fmt: skip
     hal.write_req_to_token(table, rows, lens, after, slots)
-    try:
-        batch.req_to_token_pool.alloc_aux_to_lengths(
-            req_pool_indices_cpu=batch.req_pool_indices_cpu, target_seq_lens_cpu=after_cpu
-        )
-    except Exception:
-        batch.tree_cache.token_to_kv_pool_allocator.free(slots)
-        raise
+    later = hasattr(batch.req_to_token_pool, "alloc_aux_to_lengths")
+    if later:
+        try:
+            batch.req_to_token_pool.alloc_aux_to_lengths(
+                req_pool_indices_cpu=batch.req_pool_indices_cpu, target_seq_lens_cpu=after_cpu
+            )
+        except Exception:
+            batch.tree_cache.token_to_kv_pool_allocator.free(slots)
+            raise
     for req in batch.reqs:
         req.kv.kv_allocated_len += 1
-        req.kv.kv_committed_len += 1
+        if later:
+            req.kv.kv_committed_len += 1
     return slots
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 import hal
@@ -68,8 +67,8 @@ class HalAttention(AttentionBackend):
     def _check(self, runner: Any) -> None:
         args = runner.server_args
         reasons = limits.of_settings(args) + limits.of_model(runner.model, limits.has_trees(args))
-        if self.device.type != "cpu":
-            reasons.append(f"the device {self.device}: the adapter was run on CPUs alone so far")
+        if self.device.type not in ("cpu", "cuda"):
+            reasons.append(f"the device {self.device}")
         expected: tuple[type, ...] = HalMLAPool, HalMHAPool
         if switched_on():
             from hal.engines.sglang import rotary, seams
@@ -134,11 +133,34 @@ class HalAttention(AttentionBackend):
             torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False
         )
 
+    # A graph reads a step's lists where its capture found them. They are written before it is replayed, not in it: by
+    # then SGLang may write the table for the next step.
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        raise limits.refusal(["graphs (--disable-cuda-graph runs without)"])
+        self.graph_indptr = torch.zeros(max_bs + 1, dtype=self.index, device=self.device)
+        self.graph_indices = torch.zeros(
+            max_bs * self.req_to_token.shape[1], dtype=self.index, device=self.device
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Raises:
+        EngineError: a graph of anything but decode.
+        """
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise limits.refusal(["graphs of prompts (--cuda-graph-backend-prefill disabled runs without)"])
+        bs = forward_batch.batch_size
+        step = Step(self.graph_indptr[: bs + 1], self.graph_indices, None)
+        hal.build_kv_indices(
+            self.req_to_token, forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs], step.kv_indptr,
+            step.kv_indices,
+        )  # fmt: skip
+        self.forward_metadata = step
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
 
     def support_triton(self) -> bool:
-        return False
+        return self.device.type != "cpu"
 
     # --- a layer --------------------------------------------------------------------------------------
 
@@ -163,7 +185,7 @@ class HalAttention(AttentionBackend):
         pool, layer_id = self.token_to_kv_pool, layer.layer_id
         scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.scaled else {}
         if save and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v, **scales)
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **scales)
         heads, v_dim = layer.tp_q_head_num, layer.v_head_dim
         q = q.view(-1, heads, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], heads * v_dim)

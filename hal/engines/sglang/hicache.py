@@ -29,7 +29,7 @@ def load_to_device_per_layer(
     is_draft: bool = False,
 ) -> None:
     """Rows of one layer from slots of the host pool `self` to slots of the device's."""
-    device, host = _pools(self)
+    device, host = _pools(self, device_pool)
     hal.kv_transfer(host, device, host_indices, device_indices, layers=range(layer_id, layer_id + 1))
 
 
@@ -37,7 +37,7 @@ def backup_from_device_all_layer(
     self: Any, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
 ) -> None:
     """Rows of all layers from slots of the device's pool to slots of the host pool `self`."""
-    device, host = _pools(self)
+    device, host = _pools(self, device_pool)
     hal.kv_transfer(device, host, device_indices, host_indices)
 
 
@@ -54,7 +54,7 @@ def allocate(
     return made
 
 
-def _pools(host: Any) -> tuple[KVPool, KVPool]:
+def _pools(host: Any, device: Any) -> tuple[KVPool, KVPool]:
     """(the device's, the host's)."""
     found: tuple[KVPool, KVPool] | None = getattr(host, "_hal_pools", None)
     if found is not None:
@@ -62,10 +62,14 @@ def _pools(host: Any) -> tuple[KVPool, KVPool]:
     if host.layout not in LAYOUTS:
         raise limits.refusal([f"a host pool of the layout {host.layout}"])
     options: dict[str, Any] = {"layout": host.layout, "page_size": host.page_size}
-    if hasattr(host, "device_k_buffers"):
-        device = KVPool(host.device_k_buffers, host.device_v_buffers)
-        found = device, KVPool(host.k_buffer, host.v_buffer, **options)
+
+    def of(name: str) -> Any:
+        # The host's own lists of the device's buffers are later than 0.5.17.
+        return getattr(host, f"device_{name}s", None) or getattr(device, name)
+
+    if hasattr(host, "k_buffer"):
+        found = KVPool(of("k_buffer"), of("v_buffer")), KVPool(host.k_buffer, host.v_buffer, **options)
     else:
-        found = KVPool(host.device_kv_buffers), KVPool(host.kv_buffer, **options)
+        found = KVPool(of("kv_buffer")), KVPool(host.kv_buffer, **options)
     host._hal_pools = found
     return found

@@ -49,12 +49,23 @@ def refusal(reasons: Sequence[str]) -> EngineError:
     )
 
 
+def has_chains() -> bool:
+    """Can this SGLang speculate out of tree? 0.5.17 keeps to its own kernels there."""
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    return hasattr(SRTPlatform, "get_speculative_cache_locs_fn")
+
+
 def check_machine() -> None:
     """Raises:
     EngineError: this is no machine for the platform `hal_cpu`.
     """
     if torch.cuda.is_available() or torch.xpu.is_available() or hasattr(torch, "npu"):
-        raise refusal(["a machine with an accelerator: the adapter was run on CPUs alone so far"])
+        raise refusal(
+            [
+                "the whole adapter beside an accelerator: there --attention-backend hal alone asks for attention"
+            ]
+        )
 
 
 def of_settings(args: Any) -> list[str]:
@@ -64,6 +75,8 @@ def of_settings(args: Any) -> list[str]:
     if algorithm is None:
         return reasons
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
+    if not has_chains():
+        return [*reasons, f"{asked}: this SGLang has it by its own kernels alone, 0.5.23 on hal too"]
     if algorithm.upper() not in ALGORITHMS:
         return [*reasons, asked]
     return reasons + [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from platform import machine
 from typing import Any
 
+from sglang.srt.platforms import interface
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from hal.engines.sglang import PLATFORM, limits, seams
 
 
-class HalCPU(CpuDeviceMixin, SRTPlatform):
+class HalCPU(CpuDeviceMixin, interface.SRTPlatform):
     """Attention, KV pools, paged allocation and rotary embedding are hal's; all else is SGLang's, in torch."""
 
     _enum = PlatformEnum.OOT
     device_name = PLATFORM
     device_type = "cpu"
-    capabilities = PlatformCapabilities()
+    if hasattr(interface, "PlatformCapabilities"):
+        capabilities = interface.PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Raises:
@@ -26,10 +28,12 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         """
         seams.check()
         reasons = limits.of_settings(server_args)
-        # On a CPU SGLang has put a name of its own there before it asks here.
-        given = server_args._raw_input
+        # On a CPU SGLang has put a name of its own there before it asks here; 0.5.17 keeps nothing of what was given.
+        given = getattr(server_args, "_raw_input", None)
+        own = () if given else ("torch_native" if machine() in ("aarch64", "arm64") else "intel_amx",)
+        given = given or vars(server_args)
         for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-            if given[field] not in (None, "hal"):
+            if given[field] not in (None, "hal", *own):
                 reasons.append(f"--{field.replace('_', '-')} {given[field]}: all attention is hal's")
         if reasons:
             raise limits.refusal(reasons)
@@ -53,6 +57,14 @@ class HalCPU(CpuDeviceMixin, SRTPlatform):
         from hal.engines.sglang import pools
 
         return {"mha": pools.HalMHAPool, "mla": pools.HalMLAPool}.get(kind)
+
+    # 0.5.17 asks for each kind by a name of its own.
+
+    def get_mha_kv_pool_cls(self) -> type | None:
+        return self.get_kv_pool_cls(kind="mha")
+
+    def get_mla_kv_pool_cls(self) -> type | None:
+        return self.get_kv_pool_cls(kind="mla")
 
     def get_paged_allocator_cls(self) -> type:
         from hal.engines.sglang.allocation import HalPagedAllocator

@@ -58,6 +58,9 @@ class HalMLAPool(MLATokenToKVPool):
     """The latent rows of each layer, ``[slots, 1, lora_dim + rope_dim]``; SGLang's own buffers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # 0.5.17 gives it to every platform's pool; its own does not know it.
+        if kwargs.get("index_head_dim", True) is None:
+            del kwargs["index_head_dim"]
         super().__init__(*args, **kwargs)
         if self.use_dsa:
             raise limits.refusal(["sparse attention (DSA)"])

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.rotary_embedding import mrope, rope_variant, yarn  # noqa: F401  (classes that `_below` finds)
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from torch import Tensor
 
 import hal
-from hal.engines._mrope import rows_of_tokens
+from hal.engines._mrope import axes_of, rows_of_tokens
 from hal.engines.sglang import limits, seams
 
 SAME = ("forward", "forward_native")
@@ -25,7 +24,7 @@ def register() -> None:
     """Gives every class that rotates by a table of cosines and sines hal's forward."""
     for cls in (RotaryEmbedding, *_below(RotaryEmbedding)):
         if _plain(cls):
-            BaseFusedOp.register_oot_forward(cls, forward, seams.KEY)
+            RotaryEmbedding.register_oot_forward(cls, forward, seams.KEY)
 
 
 def check_instances(model: torch.nn.Module) -> None:
@@ -72,8 +71,10 @@ def forward(
     n, size = query.shape[0], self.head_size
     q, k = query.view(n, -1, size), key.view(n, -1, size)
     if positions.ndim == 2:
-        axes = self.axis_map.repeat(2)
-        table, positions = rows_of_tokens(table, positions, axes)
+        if self.axis_map is None:  # 0.5.17 keeps GLM's alone
+            axes = axes_of(self.mrope_section, self.mrope_interleaved)
+            self.axis_map = torch.tensor(axes, dtype=torch.int64, device=query.device)
+        table, positions = rows_of_tokens(table, positions, self.axis_map.repeat(2))
     interleaved = not self.is_neox_style
     kinds = q.device, q.dtype, q.shape[1], k.shape[1], size, table.dtype, table.shape[1], interleaved
     fused = fused_set_kv_buffer_arg

@@ -1,6 +1,6 @@
 """Where hal's functions take the place of SGLang's: its tables where it has one, its `HookRegistry` for the rest.
 
-`HOOKS` was read against SGLang 0.5.23; each target's parameters are looked at before any of them is replaced.
+Both tables were read against SGLang 0.5.17 and 0.5.23; each target's parameters are looked at before any is replaced.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ HOOKS: dict[str, str] = {
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
-    "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head": "cpu.set_embed_and_head",
     f"{HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
     f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
     "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": "apart.normalize_kv_mem_kinds",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
+}
+"""SGLang's function, and hal's in its place: the same parameters, and of hal's own such as have defaults."""
+
+CHAINS: dict[str, str] = {
+    "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head": "cpu.set_embed_and_head",
     **{f"{SPECULATIVE}.spec_tree.{name}": f"trees.{name}" for name in TREES},
     **{
         f"{path}.{name}": f"speculative.{name}"
@@ -52,7 +56,7 @@ HOOKS: dict[str, str] = {
     },
     f"{SPECULATIVE}.ngram_corpus.get_ngram_corpus_cls": "ngram.get_ngram_corpus_cls",
 }
-"""SGLang's function, and hal's in its place: the same parameters."""
+"""The same for speculative decoding, where SGLang can do it out of tree: `limits.has_chains`."""
 
 SAMPLING = {
     "tree_speculative_sampling_target_only": "trees.tree_speculative_sampling_target_only",
@@ -76,42 +80,56 @@ def install() -> None:
 
 
 def _install() -> None:
+    from sglang.kernels.spec import KernelBackend
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.mem_cache.allocation import ALLOC_FOR_DECODE_FUNCS
+    from sglang.srt.mem_cache import allocation as slots
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.speculative import eagle_utils
 
-    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary, trees
+    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary
 
-    found = {target: pkgutil.resolve_name(target) for target in HOOKS}
-    ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in HOOKS.items()}
+    by_table = hasattr(slots, "ALLOC_FOR_DECODE_FUNCS")
+    hooks = {**HOOKS, **(CHAINS if limits.has_chains() else {})}
+    if not by_table:
+        hooks[f"{ALLOCATION}.alloc_for_decode"] = "allocation.alloc_for_decode"
+    found = {target: pkgutil.resolve_name(target) for target in hooks}
+    ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in hooks.items()}
     for target, theirs in found.items():
-        has, wanted = (
-            list(inspect.signature(theirs).parameters),
-            list(inspect.signature(ours[target]).parameters),
-        )
-        if has != wanted:
-            raise EngineError(f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {wanted}")
+        has, known = list(inspect.signature(theirs).parameters), inspect.signature(ours[target]).parameters
+        if has != [n for n, p in known.items() if n in has or p.default is p.empty]:
+            raise EngineError(
+                f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}"
+            )
     rotary.register()
     for name in ATTENTION_BACKENDS:
         if name != "hal":
             ATTENTION_BACKENDS[name] = functools.partial(_refuse, name)
-    ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
+    if by_table:
+        slots.ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
     ALLOC_MEMORY_FUNCS["cpu"] = hicache.allocate
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)
-    kernels.register()
+    if hasattr(KernelBackend, "PLUGIN"):
+        kernels.register()
+    if limits.has_chains():
+        _install_sampling()
+    for target, function in ours.items():
+        HookRegistry.register(target, function, HookType.REPLACE)
+    _replaced.update(found)
+
+
+def _install_sampling() -> None:
+    from sglang.srt.speculative import eagle_utils
+
+    from hal.engines.sglang import HERE, trees
+
     for name, ours_of_it in SAMPLING.items():
         if getattr(eagle_utils, name) is None:
             setattr(eagle_utils, name, pkgutil.resolve_name(f"{HERE}.{ours_of_it}"))
     # Its import ends without `sgl_kernel`; it has one function that anybody calls.
     sys.modules[f"{SPECULATIVE}.reconstruct_tree"] = trees
-    for target, function in ours.items():
-        HookRegistry.register(target, function, HookType.REPLACE)
-    _replaced.update(found)
 
 
 def _refuse(name: str, runner: Any) -> None:

@@ -6,6 +6,7 @@ taken: import from here. `register` puts them into SGLang's own registry, as bac
 
 from __future__ import annotations
 
+from hal.engines import EngineError
 from hal.engines.sglang.kernels._common import Unsupported
 from hal.engines.sglang.kernels.attention import (
     decode_attention_fwd,
@@ -92,9 +93,16 @@ def register() -> None:
     """Adds `OPS` to SGLang's registry: ``select_kernel(name, KernelBackend.PLUGIN).load()`` is a function of these.
 
     Where SGLang has an implementation too, its callers name theirs; what SGLang runs does not change.
+
+    Raises:
+        EngineError: an SGLang whose registry knows its own backends alone, as 0.5.17's.
     """
     from sglang.kernels.registry import register_kernel
     from sglang.kernels.spec import KernelBackend, KernelSpec
 
+    if not hasattr(KernelBackend, "PLUGIN"):
+        raise EngineError(
+            "hal: sglang: its registry has no place for others' kernels; 0.5.23's has — import these from here"
+        )
     for op, name in OPS.items():
         register_kernel(KernelSpec(op=op, backend=KernelBackend.PLUGIN, target=f"{__name__}:{name}"))

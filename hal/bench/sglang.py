@@ -1,0 +1,217 @@
+"""Real SGLang, its attention and hal's in one run: ``hal bench engine sglang --shape llama-3.1-8b --json out.json``.
+
+As `hal.bench.vllm`, whose shapes, weights and report these are: each implementation in a process of its own, its
+outputs compared first, then decode by batch and the time to the first token by prompt length, CUDA graphs on. Decode is
+what a long generation takes longer than a short one of the same prompts, which are cached by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hal.bench import vllm
+from hal.bench.report import machine, version
+
+SHORT = 8
+"""Tokens of the short generation."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run: as `hal.bench.vllm.Options`.
+
+    Attributes:
+        memory: SGLang's mem_fraction_static.
+        settings: more of ``Engine(...)``.
+    """
+
+    shape: str = "llama-3.1-8b"
+    dtype: str = "bfloat16"
+    decode: Sequence[tuple[int, int]] = vllm.DECODE[:3]
+    ttft: Sequence[int] = (4096, 32768)
+    steps: int = 64
+    seconds: float = 1e9
+    memory: float = 0.85
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+# --- one implementation, in a process of its own ----------------------------------------------------
+
+
+def register() -> None:
+    """A plugin of SGLang's: in every process of the engine, weights as `hal.bench.vllm.random_weights` makes them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", vllm.random_weights, HookType.REPLACE
+    )
+
+
+def child(attention: str, options: str, folder: str) -> None:
+    """Runs one implementation by `Options` as JSON; writes what it found after every point."""
+    given, file = Options(**json.loads(options)), Path(folder, "found.json")
+    for found in measure(attention, given, folder):
+        file.write_text(json.dumps(found))
+
+
+def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str, Any]]:
+    """What was found so far, after the start and after each point."""
+    begin = time.perf_counter()
+    found: dict[str, Any] = {"engine": attention, "decode": [], "ttft": [], "skipped": []}
+    engine = _engine(attention, options, folder)
+    found["start_s"] = round(time.perf_counter() - begin, 1)
+    found["attention"] = engine.get_server_info()["attention_backend"]
+    yield found
+    vocabulary = vllm.SHAPES[options.shape]["vocab_size"]
+
+    def generate(prompts: list[list[int]], new: int, **more: Any) -> tuple[float, list[Any]]:
+        start = time.perf_counter()
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        outs = engine.generate(input_ids=prompts, sampling_params=sampling, **more)
+        return time.perf_counter() - start, outs
+
+    def prompt(n: int, seed: int) -> list[int]:
+        r = random.Random(seed)
+        return [r.randrange(1, vocabulary) for _ in range(n)]
+
+    points: list[tuple[str, str, Callable[[], Any]]] = [
+        ("logits", "logits", partial(_logits, generate, prompt))
+    ]
+    for b, c in options.decode:
+        points.append(
+            (f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps))
+        )
+    points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
+    for name, kind, run in points:
+        if time.perf_counter() - begin > options.seconds:
+            found["skipped"].append(name)
+            continue
+        found.setdefault(kind, []).extend(run())
+        print(f"{attention}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        yield found
+    engine.shutdown()
+    yield found
+
+
+def _engine(attention: str, options: Options, folder: str) -> Any:
+    """SGLang on a model of the shape; its processes find `register` in the folder."""
+    from sglang import Engine
+
+    shape = vllm.SHAPES[options.shape]
+    Path(folder, "config.json").write_text(
+        json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
+    )
+    batch = max([b for b, _ in options.decode] + [8])
+    longest = max([c + options.steps for _, c in options.decode] + [*options.ttft, 1024]) + 64
+    tokens = max([b * (c + options.steps + 64) for b, c in options.decode] + [2 * longest])
+    settings: dict[str, Any] = {
+        "model_path": folder, "load_format": "dummy", "dtype": options.dtype, "skip_tokenizer_init": True,
+        "context_length": min(longest, shape["max_position_embeddings"]), "max_running_requests": batch,
+        "max_total_tokens": tokens + 4096, "mem_fraction_static": options.memory, "random_seed": 0, "page_size": 1,
+        "log_level": "warning", "attention_backend": attention, "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= batch} | {batch}),
+        **options.settings,
+    }  # fmt: skip
+    return Engine(**settings)
+
+
+def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
+    """The likeliest next tokens after prompts of several lengths, in a batch and each alone, and 16 greedy tokens."""
+    prompts = [prompt(n, 100 + n) for n in (1, 7, 33, 128, 500, 900)]
+    more = {"return_logprob": True, "top_logprobs_num": 20}
+    _, batched = generate(prompts, 16, **more)
+    rows = []
+    for p, b in zip(prompts, batched, strict=True):
+        _, out = generate([p], 1, **more)
+        first = [{str(t): x for x, t, _ in o["meta_info"]["output_top_logprobs"][0]} for o in (b, out[0])]
+        rows.append({"length": len(p), "batched": first[0], "alone": first[1], "tokens": b["output_ids"]})
+    return rows
+
+
+def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int) -> list[dict[str, Any]]:
+    prompts = [prompt(context, 31 * context + i) for i in range(batch)]
+    generate(prompts, SHORT)  # prefills what the others find cached
+    pairs = [(generate(prompts, SHORT)[0], generate(prompts, SHORT + steps)[0]) for _ in range(3)]
+    each = [long - short for short, long in pairs]
+    seconds = statistics.median(each)
+    return [{"batch": batch, "context": context, "tokens_s": batch * steps / seconds, "all_s": each,
+            "median_step_ms": seconds / steps * 1e3}]  # fmt: skip
+
+
+def _ttft(generate: Any, prompt: Any, n: int) -> list[dict[str, Any]]:
+    # The first one is a warm-up; every prompt is another, so that none is cached.
+    times = [generate([prompt(n, 7 * n + i)], 1)[0] * 1e3 for i in range(5 if n <= 8192 else 4)][1:]
+    return [{"tokens": n, "ms": statistics.median(times), "least_ms": min(times), "all_ms": times}]
+
+
+# --- all of them, and what comes of it --------------------------------------------------------------
+
+
+def main(options: Options, attentions: Sequence[str], rounds: int, file: Path | None) -> int:
+    """Runs the implementations in turn, prints the report and writes it to a file; 1 where one failed."""
+    report: dict[str, Any] = {}
+    runs: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        for attention in attentions:
+            runs.append(_spawn(attention, options))
+            # What there is is kept, whatever ends the next one.
+            report = _report(options, attentions, runs)
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
+    for r in runs:
+        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
+    return int(any("error" in r for r in runs))
+
+
+def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs; how far each one's outputs are from hal's, and hal's speed over each one's."""
+    about = machine("cuda" if vllm.has_gpu() else "cpu")
+    found: dict[str, Any] = {
+        "date": about["date"], "commit": os.environ.get("GIT_COMMIT") or about["commit"], "shape": options.shape,
+        "dtype": options.dtype, "settings": options.settings, "device": about["device"],
+        "torch": about["versions"]["torch"], "engine": version("sglang") or "",
+        "flashinfer": version("flashinfer-python") or "", "triton": about["versions"]["triton"] or "",
+        "python": about["python"], "runs": runs,
+    }  # fmt: skip
+    of = {a: [r for r in runs if r["engine"] == a and r.get("decode")] for a in attentions}
+    for a in attentions:
+        if a != "hal" and of[a] and of.get("hal"):
+            found[f"agreement with {a}"] = vllm.agreement(of[a][0], of["hal"][0])
+            found[f"hal over {a}"] = vllm.ratios(of[a], of["hal"])
+    return found
+
+
+def _spawn(attention: str, options: Options) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="hal-sglang-") as folder:
+        plugin = Path(folder, "hal_bench_sglang-1.dist-info")
+        plugin.mkdir()
+        Path(plugin, "METADATA").write_text("Metadata-Version: 2.1\nName: hal-bench-sglang\nVersion: 1\n")
+        Path(plugin, "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\nhal_bench = hal.bench.sglang:register\n"
+        )
+        path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH", "")) if p)
+        program = "import sys; from hal.bench.sglang import child\nfrom hal.engines.sglang import vision\n"
+        program += "vision.declare_operators()\nif __name__ == '__main__': child(*sys.argv[1:])\n"
+        main_file = Path(folder, "run.py")  # SGLang spawns, which wants a file
+        main_file.write_text(program)
+        code = subprocess.run(
+            [sys.executable, str(main_file), attention, json.dumps(asdict(options)), folder],
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        ).returncode
+        file = Path(folder, "found.json")
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"engine": attention}
+        return {**found, "error": f"exit status {code}: see stderr"} if code else found
