@@ -104,8 +104,8 @@ def main(jobs: str, results: str) -> None:
             os.environ.update(job["env"])
             hal.reload()
         try:
-            # Jobs of one model and the same settings, one after the other, share an engine.
-            wanted = job["model"], job.get("llm", {})
+            # Jobs of one model, settings and backend, one after the other, share an engine.
+            wanted = job["model"], job.get("llm", {}), job.get("env")
             if engine is None or engine[0] != wanted:
                 engine = None
                 clean()
