@@ -25,17 +25,13 @@ class Shell:
         python = sys.executable
         # Nothing may be fetched: what the plugins need is here.
         install = f"install -q --upgrade --no-deps --no-build-isolation --no-index --target {self.site} ."
-        self._script(
-            "pip", f"rm -rf build *.egg-info && exec {python} -m pip --disable-pip-version-check {install}"
-        )
+        self._script("pip", f"rm -rf build *.egg-info && exec {python} -m pip --disable-pip-version-check {install}")
         self._script("hal", f'exec {python} -m hal "$@"')
         self._script("python", f'exec {python} "$@"')
         self._script("pytest", f'exec {python} -m pytest -p no:cacheprovider {self._plugin(python)} "$@"')
 
     def _plugin(self, python: str) -> str:
-        shown = subprocess.run(
-            [python, "-m", "pytest", "--help"], capture_output=True, text=True, cwd=self.cwd
-        )
+        shown = subprocess.run([python, "-m", "pytest", "--help"], capture_output=True, text=True, cwd=self.cwd)
         return "" if "--hal-backend" in shown.stdout else "-p hal.conformance.pytest_plugin"
 
     def _script(self, name: str, text: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.child import ROOT
 
+from conformance.child import ROOT
 from hal.conformance import _picture, _report, _waivers, _writers, main
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED, Case
 from hal.conformance._schema import misfits
@@ -28,7 +28,7 @@ def verdict(outcomes: dict[str, str], waivers: Any = (), certify: bool = True, *
     outcomes = {c.id: outcomes.get(c.name, PASSED) for c in CASES}
     return _report.verdict(
         CASES, outcomes, _waivers.read(waivers), core=["op_a"], certify=certify, today="2027-01-01", reasons={}, **more
-    )  # fmt: skip
+    )
 
 
 def test_certified_is_everything_required_and_nothing_failed() -> None:
@@ -54,26 +54,14 @@ def test_what_did_not_run_is_never_passed() -> None:
 @pytest.mark.parametrize(
     ("waiver", "outcomes", "fault", "certified"),
     [
-        (
-            {"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2027-06-01"},
-            {"z": FAILED},
-            None,
-            True,
-        ),
-        (
-            {"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2026-06-01"},
-            {"z": FAILED},
-            "expired",
-            False,
-        ),
+        ({"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2027-06-01"}, {"z": FAILED}, None, True),
+        ({"kind": "notyet", "op": "op_b", "case": "value/z", "expires": "2026-06-01"}, {"z": FAILED}, "expired", False),
         ({"kind": "never", "op": "op_b", "case": "value/none"}, {}, "matches no case", False),
         ({"kind": "never", "op": "op_b", "case": "value/z"}, {}, "does not fail", False),
         ({"kind": "never", "op": "op_a", "case": "value/x"}, {"x": FAILED}, None, False),
     ],
 )
-def test_waivers(
-    waiver: dict[str, str], outcomes: dict[str, str], fault: str | None, certified: bool
-) -> None:
+def test_waivers(waiver: dict[str, str], outcomes: dict[str, str], fault: str | None, certified: bool) -> None:
     result = verdict(outcomes, [{"reason": "r", **waiver}])
     assert result["certified"] == certified
     assert bool(result["waiver_faults"]) == (fault is not None)
@@ -336,9 +324,7 @@ def test_a_matrix_has_the_ops_that_ran_and_cuts_no_name(monkeypatch: pytest.Monk
     narrow, wide = _report._matrix(rows, 80), _report._matrix(rows, 200)
     assert max(map(len, narrow)) <= 80
     for lines in (narrow, wide):
-        heads = [
-            word for line in lines for word in line.split() if word not in ("value", "1", "0/1", "FAILED")
-        ]
+        heads = [word for line in lines for word in line.split() if word not in ("value", "1", "0/1", "FAILED")]
         assert heads == ["one", long, long + "_too"]
     assert sum(line == "" for line in narrow) == 2
     assert sum(line == "" for line in wide) == 1

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import vllm_models
-
 from hal.lowered import missing
+
+from engines import vllm_models
 
 if missing():
     pytest.skip(f"not the lowered lane: {missing()}", allow_module_level=True)
@@ -33,10 +33,7 @@ def rounds(vocab: int) -> list[list[list[int]]]:
 
 def run(worker: str, settings: dict[str, Any], to: str = "", **environment: str) -> Path:
     """The folder in which a worker has run all jobs; `settings` by the name that it has for them."""
-    paths = {
-        "llama": lambda: vllm_models.tiny_model("llama-gqa"),
-        "smollm2": lambda: vllm_models.cut_smollm2(LAYERS),
-    }
+    paths = {"llama": lambda: vllm_models.tiny_model("llama-gqa"), "smollm2": lambda: vllm_models.cut_smollm2(LAYERS)}
     jobs = [
         {"name": f"{model}-{backend}", "model": str(paths[model]()), "rounds": rounds(vocab), "new": 4,
          "env": {"HAL_BACKEND": backend}, **settings}

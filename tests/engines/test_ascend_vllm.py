@@ -19,12 +19,7 @@ from engines import on_ascend, vllm_models
 
 OPS = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention", "kv_write", "rope_kv_write"}
 # Steps of 16 tokens: a longer prompt comes in pieces, beside requests that decode.
-SMALL = {
-    "max_num_batched_tokens": 16,
-    "enable_prefix_caching": True,
-    "block_size": 16,
-    "num_gpu_blocks_override": 20,
-}
+SMALL = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 16, "num_gpu_blocks_override": 20}
 
 
 @functools.cache

@@ -27,9 +27,7 @@ from scale.rounds import prompts, shared_prefix
 
 HERE = Path(__file__).parent
 ATTENTION = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention"}
-TIGHT = {
-    "max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20,
-}  # fmt: skip
+TIGHT = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20}
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
 LATENT = {"mla_kv_write", "kv_transfer"}
 DRAFTS = {"num_speculative_tokens": 3}
@@ -44,7 +42,7 @@ def mla(**settings: Any) -> dict[str, Any]:
         "model": str(vllm_models.tiny_model("deepseek-v2-mla")),
         "rounds": [[prefix], [*(prefix + p for p in prompts((150, 7), seed=6)), *prompts((60, 3, 90, 1), seed=7)]],
         "llm": {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "block_size": 32, **settings},
-    }  # fmt: skip
+    }
 
 
 @functools.cache
@@ -240,9 +238,7 @@ def test_latent_attention_took_both_ways(worker: str, job: str) -> None:
 def test_drafts_are_verified_several_at_once() -> None:
     """Queries of more than one token past the prompts. A draft that is always taken saves three steps of four."""
     layers, new = 2, jobs()["drafts"]["new"]
-    calls = {
-        job: {op: by["cpu"] for op, by in result("cpu", job)["trace"].items()} for job in ("ngrams", "drafts")
-    }
+    calls = {job: {op: by["cpu"] for op, by in result("cpu", job)["trace"].items()} for job in ("ngrams", "drafts")}
     # All prompts are one step of the target's.
     assert calls["ngrams"]["extend_attention"] > layers
     assert calls["drafts"]["extend_attention"] > 2 * layers
@@ -313,9 +309,7 @@ def test_the_selector_gets_reasons() -> None:
             return backend.validate_configuration(**{**plain, **changed})
 
     assert reasons(HalAttentionBackend, has_sink=True) == []
-    assert (
-        len(reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False, has_sink=True)) == 1
-    )
+    assert len(reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False, has_sink=True)) == 1
     assert reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False) == []
     for changed in (
         {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
@@ -328,10 +322,9 @@ def test_the_selector_gets_reasons() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     import hal.engines.vllm as plugin
     from hal.engines import EngineError, _engine
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     monkeypatch.setenv("HAL_ENGINES", "vllm")
     monkeypatch.setitem(_engine.ENGINES, "vllm", replace(_engine.ENGINES["vllm"], tested=">=99"))

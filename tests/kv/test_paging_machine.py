@@ -32,10 +32,7 @@ class Engine(RuleBasedStateMachine):
     backend = "reference"
 
     @initialize(
-        page=st.sampled_from([1, 2, 3, 5, 16]),
-        pages=st.integers(1, 40),
-        wide=st.booleans(),
-        seed=st.integers(0, 9),
+        page=st.sampled_from([1, 2, 3, 5, 16]), pages=st.integers(1, 40), wide=st.booleans(), seed=st.integers(0, 9)
     )
     def start(self, page: int, pages: int, wide: bool, seed: int) -> None:
         self.page, self.pages = page, pages
@@ -136,14 +133,7 @@ class Engine(RuleBasedStateMachine):
         rows = sorted(self.lens)
         out = torch.full((sum(self.lens.values()) + 3,), -7, dtype=torch.int32)
         indptr = torch.empty(len(rows) + 1, dtype=torch.int32)
-        self.op(
-            "build_kv_indices",
-            self.table,
-            self.ints(rows),
-            self.ints([self.lens[r] for r in rows]),
-            indptr,
-            out,
-        )
+        self.op("build_kv_indices", self.table, self.ints(rows), self.ints([self.lens[r] for r in rows]), indptr, out)
         assert out.tolist() == [s for r in rows for s in self.slots[r]] + [-7] * 3
 
 

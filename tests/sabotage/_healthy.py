@@ -25,9 +25,7 @@ def copy_of(op: str) -> Callable[..., Any]:
     return copy
 
 
-UNORDERED = {
-    "kv_move", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+UNORDERED = {"kv_move", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "write_req_to_token"}
 """On a GPU torch's own index_put leaves it open which of equal places wins."""
 
 

@@ -47,11 +47,7 @@ def the_last_token_is_not_noted(good: Any) -> Any:
 @fault(WRITE, r"req_to_token\[\d+, ?\d+\]: ")
 def slots_beyond_int32_are_cut_to_32_bits(good: Any) -> Any:
     return lambda req_to_token, req_pool_indices, start_offsets, end_offsets, src: good(
-        req_to_token,
-        req_pool_indices,
-        start_offsets,
-        end_offsets,
-        torch.where(src < 0, src, src & 0x7FFFFFFF),
+        req_to_token, req_pool_indices, start_offsets, end_offsets, torch.where(src < 0, src, src & 0x7FFFFFFF)
     )
 
 
@@ -109,12 +105,7 @@ def the_window_s_start_is_ignored(good: Any) -> Any:
 @fault(INDICES, r"out\[\d+\]: expected -1, got")
 def a_start_before_the_row_reads_from_its_first_token(good: Any) -> Any:
     return lambda req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start=None: good(
-        req_to_token,
-        req_pool_indices,
-        kv_lens,
-        kv_indptr,
-        out,
-        None if kv_start is None else kv_start.clamp(min=0),
+        req_to_token, req_pool_indices, kv_lens, kv_indptr, out, None if kv_start is None else kv_start.clamp(min=0)
     )
 
 
@@ -130,11 +121,7 @@ def pages_past_the_last_are_zero(good: Any) -> Any:
 @fault(TABLE, r"out\[\d+, ?\d+\]: expected \d+, got -1")
 def a_page_begun_is_left_out(good: Any) -> Any:
     return lambda req_to_token, req_pool_indices, kv_lens, page_size, out: good(
-        req_to_token,
-        req_pool_indices,
-        kv_lens.clamp(0, req_to_token.shape[1]) // page_size * page_size,
-        page_size,
-        out,
+        req_to_token, req_pool_indices, kv_lens.clamp(0, req_to_token.shape[1]) // page_size * page_size, page_size, out
     )
 
 
@@ -155,9 +142,7 @@ def a_request_takes_the_pages_of_the_one_before(good: Any) -> Any:
             p, s = int(prefix_lens[i]), int(seq_lens[i])
             n = min(max(s - p, 0) if p >= 0 and s < 2**31 else 0, out.shape[0] - at)
             one = slice(i, i + 1)
-            total += good(
-                prefix_lens[one], seq_lens[one], last_loc[one], free_pages, page_size, out[at : at + n]
-            )
+            total += good(prefix_lens[one], seq_lens[one], last_loc[one], free_pages, page_size, out[at : at + n])
             at += n
         return total
 
@@ -184,9 +169,7 @@ def too_few_pages_are_handed_out_again(good: Any) -> Any:
 @fault(EXTEND, r"return\[0\]: expected \d+, got \d+")
 def the_total_stops_at_the_list_s_length(good: Any) -> Any:
     def run(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, page_size: int, out: Any) -> Any:
-        return good(prefix_lens, seq_lens, last_loc, free_pages, page_size, out).clamp(
-            max=free_pages.shape[0]
-        )
+        return good(prefix_lens, seq_lens, last_loc, free_pages, page_size, out).clamp(max=free_pages.shape[0])
 
     return run
 
@@ -288,9 +271,7 @@ def the_first_tokens_are_kept_and_not_the_last(good: Any) -> Any:
         if a["keep_last"] < 0:
             return {}
         lens = a["kv_lens"]
-        return {
-            "kv_lens": lens.clamp(max=min(a["keep_last"], 2**31 - 1)).where(lens < 2**31, 0).to(lens.dtype)
-        }
+        return {"kv_lens": lens.clamp(max=min(a["keep_last"], 2**31 - 1)).where(lens < 2**31, 0).to(lens.dtype)}
 
     return _from_blocks(first)(good)
 

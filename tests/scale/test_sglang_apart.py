@@ -54,14 +54,9 @@ def engines() -> tuple[served.Engine, served.Engine, int]:
         **served.UCX,
     }  # fmt: skip
     worker, port = served.Served("sglang_served.py", folder(), environment), served.free_port()
-    common = {
-        "model_path": model(), "disaggregation_transfer_backend": "nixl",
-        "chunked_prefill_size": PIECE,
-    }  # fmt: skip
+    common = {"model_path": model(), "disaggregation_transfer_backend": "nixl", "chunked_prefill_size": PIECE}
     return (
-        worker.start(
-            "prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}
-        ),
+        worker.start("prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}),
         worker.start("decode", {**common, "disaggregation_mode": "decode"}),
         port,
     )

@@ -69,11 +69,7 @@ def run(model: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What a prefill, a decode of it, and a process that does both say."""
     prefill, decode = engines(model)
     first = prefill.ask(prompts=prompts(model), new=1, kv=[PREFILL] * len(prompts(model)))
-    return (
-        first,
-        decode.ask(prompts=prompts(model), kv=first["kv"]),
-        decode.ask(prompts=prompts(model)),
-    )
+    return (first, decode.ask(prompts=prompts(model), kv=first["kv"]), decode.ask(prompts=prompts(model)))
 
 
 def check(model: str) -> None:

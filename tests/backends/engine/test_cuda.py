@@ -19,9 +19,7 @@ from hal.ops.spec import Sample
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-pytestmark = pytest.mark.skipif(
-    not CUDA and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"
-)
+pytestmark = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1")
 
 
 def samples(op: str) -> list[Sample]:
