@@ -86,5 +86,38 @@ def fault(
     return add
 
 
-def only(arguments: Mapping[str, Any], **change: Any) -> dict[str, Any]:
-    return {**arguments, **change}
+def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
+    """A fault that changes the arguments of a healthy call: ``change(arguments)``."""
+
+    def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
+        def make(good: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                a = get_spec(op).bind(*args, **kwargs)
+                change(a)
+                return good(**a)
+
+            return run
+
+        make.__name__ = change.__name__
+        return fault(op, message, *proofs, **options)(make)
+
+    return add
+
+
+def spoiling(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
+    """A fault that does something after a healthy call: ``spoil(arguments, result)``, whose result, if any, counts."""
+
+    def add(spoil: Callable[[dict[str, Any], Any], Any]) -> Callable[..., Any]:
+        def make(good: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                a = get_spec(op).bind(*args, **kwargs)
+                found = good(**a)
+                other = spoil(a, found)
+                return found if other is None else other
+
+            return run
+
+        make.__name__ = spoil.__name__
+        return fault(op, message, *proofs, **options)(make)
+
+    return add
