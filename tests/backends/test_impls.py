@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from plugins import Plugins
 
 import hal
 from hal import conformance
 from hal.registry import Backend, Impl, current
-from plugins import Plugins
 
 MANIFEST = """
 from hal.registry import Backend, Impl, hookimpl

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 
 import hal
 from hal import _doctor, _tools, cli
 from hal._notation import parse_argument
 from hal.ops.spec import PoolSig, TensorSig
-from plugins import Plugins, manifest
 
 ROOT = Path(hal.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")

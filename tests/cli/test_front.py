@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 from rich.console import Console
 
 import hal
@@ -21,7 +22,6 @@ from hal.conformance import Report
 from hal.conformance._bar import teller
 from hal.conformance._result import FAILED, PASSED, Case, Result
 from hal.ops import BUILTIN
-from plugins import Plugins, manifest
 
 pytestmark = pytest.mark.usefixtures("fresh")
 ARGS = torch.tensor([[7, 8]], dtype=torch.int32), torch.tensor([0]), torch.tensor([2])

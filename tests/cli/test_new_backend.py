@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plugins import Plugins
 
 import hal
 from hal import _scaffold, cli
@@ -19,7 +20,6 @@ from hal.conformance import main
 from hal.conformance._cases import cases_of
 from hal.conformance._run import run_backend
 from hal.ops import BUILTIN, get_spec
-from plugins import Plugins
 
 pytestmark = pytest.mark.usefixtures("fresh")
 FILLED = """

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, forget_table, manifest
 
 import hal
 from hal import cli
 from hal.bench import cli as bench_cli
 from hal.ops import get_spec
-from plugins import Plugins, forget_table, manifest
 
 ROOT = Path(hal.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 
 import hal
 from hal import _doctor, _private, _report, _report_steps, cli
 from hal.conformance._schema import misfits
-from plugins import Plugins, manifest
 
 SECRETS = ("janedoe", "gpu-box-17", "corp.example", "10.20.30.40", "fe80:", "gguf", "models", "hunter2", "Vault")
 SAID = (

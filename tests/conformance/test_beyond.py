@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sabotage import faults
 
 from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import _report, main
@@ -21,7 +22,6 @@ from hal.conformance._verify import beyond_samples, inconsistencies
 from hal.conformance.proofs import fresh, soak
 from hal.conformance.proofs.run import Run, run_case
 from hal.ops import BUILTIN, get_spec
-from sabotage import faults
 
 OP = "get_last_loc"
 WIDE = [(op, name) for op in BUILTIN for name in (get_spec(op).fresh or fresh.Fresh({}, len)).wide]

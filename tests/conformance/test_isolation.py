@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 
 from hal._remote.memory import Placed
 from hal._remote.perform import Hands
@@ -27,7 +28,6 @@ from hal.conformance._verdict import Ret
 from hal.conformance._worker import _doing, _tail, _ticks, last_line
 from hal.conformance.proofs.run import run_case
 from hal.ops import get_spec
-from plugins import Plugins, manifest
 
 OP = "get_last_loc"
 NOTES_PID = """

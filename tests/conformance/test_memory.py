@@ -6,8 +6,8 @@ import os
 
 import pytest
 import torch
-
 from conformance.child import ROOT, run
+
 from hal.conformance._arena import POISONS, Arena, Room, place
 from hal.conformance._block import ZONE, extent
 from hal.conformance._truths import pure_outputs

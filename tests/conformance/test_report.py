@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from conformance.child import ROOT
+
 from hal.conformance import _picture, _report, _waivers, _writers, main
 from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, PASSED, REFUSED, SIMULATED, Case
 from hal.conformance._schema import misfits

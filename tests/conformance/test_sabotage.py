@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hal.ops import BUILTIN
 from sabotage import faults
 from sabotage._healthy import Fault
 from sabotage._run import kill
+
+from hal.ops import BUILTIN
 
 
 def test_the_catalogue() -> None:

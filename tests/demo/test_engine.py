@@ -13,8 +13,6 @@ import hal
 
 pytest.importorskip("transformers", reason="needs the extra `demo`")
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from demo_llama import (
     CPU,
     SYSTEM,
@@ -25,6 +23,8 @@ from demo_llama import (
     prompts,
     transformers_llama,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from hal.demo.cache import PagedCache
 from hal.demo.check import compare
 from hal.demo.engine import OPS, Engine

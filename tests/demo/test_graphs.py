@@ -12,6 +12,7 @@ import hal
 pytest.importorskip("transformers", reason="needs the extra `demo`")
 
 from demo_llama import assert_nothing_held, assert_same_tokens, engine, prompts
+
 from hal.demo.graphs import unsafe
 
 pytestmark = pytest.mark.filterwarnings("ignore::hal.FallbackWarning")

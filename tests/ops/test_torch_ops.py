@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,6 @@ from hal import _torch_ops as _library
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
 from hal.ops.spec import FP8, OpSpec, PoolArg, Sample, TensorArg
-from plugins import Plugins
 
 pytestmark = pytest.mark.usefixtures("fresh")
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

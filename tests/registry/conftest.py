@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from plugins import constant
 
 import hal
-from plugins import constant
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from plugins import TABLE, TWO, ZERO, Plugins, constant, last, manifest
 
 import hal
 from hal.ops import get_spec
 from hal.ops.spec import Signature
 from hal.registry import _select, current
-from plugins import TABLE, TWO, ZERO, Plugins, constant, last, manifest
 
 # --- bind --------------------------------------------------------------------------------------------
 

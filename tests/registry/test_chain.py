@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import Plugins, manifest
 
 import hal
 from hal import cli
-from plugins import Plugins, manifest
 
 TABLE = torch.tensor([[7, 8]], dtype=torch.int32)
 ZERO, TWO = torch.tensor([0]), torch.tensor([2])

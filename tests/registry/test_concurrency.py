@@ -12,12 +12,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+from plugins import TABLE, TWO, ZERO, last
 
 import hal
 from hal.ops import get_spec
 from hal.registry import current
 from hal.registry._table import live
-from plugins import TABLE, TWO, ZERO, last
 
 ROOT = Path(hal.__file__).parents[1]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plugins import Plugins, entry, last, manifest, others_work
 
 import hal
 from hal.registry import current
 from hal.registry._discover import missing, resolve
-from plugins import Plugins, entry, last, manifest, others_work
 
 # --- names -------------------------------------------------------------------------------------------
 

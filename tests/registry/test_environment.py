@@ -8,10 +8,10 @@ import sys
 import warnings
 
 import pytest
+from plugins import TABLE, TWO, ZERO, Plugins, entry, last, manifest, others_work
 
 import hal
 from hal.registry import current
-from plugins import TABLE, TWO, ZERO, Plugins, entry, last, manifest, others_work
 
 # --- variables ---------------------------------------------------------------------------------------
 

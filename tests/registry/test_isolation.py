@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from plugins import KERNEL, Plugins, entry, last, manifest, others_work
 
 import hal
 from hal.registry import _isolate
-from plugins import KERNEL, Plugins, entry, last, manifest, others_work
 
 # --- whatever is raised ------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from plugins import TABLE, TWO, ZERO, Plugins, entry, last, manifest, others_work
 
 import hal
 from hal.registry import API, Backend, Impl
-from plugins import TABLE, TWO, ZERO, Plugins, entry, last, manifest, others_work
 
 # --- states ------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
+from plugins import TABLE, TWO, ZERO, Plugins, constant, entry, last, manifest
 
 import hal
 from hal.registry import Backend, Impl, current
 from hal.registry._discover import Entry
-from plugins import TABLE, TWO, ZERO, Plugins, constant, entry, last, manifest
 
 # --- ops of a plugin's own ---------------------------------------------------------------------------
 

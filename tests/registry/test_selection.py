@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from plugins import TABLE, TWO, ZERO, Plugins, constant, last, manifest
 
 import hal
 from hal._env import nearest
@@ -14,7 +15,6 @@ from hal.ops import get_spec
 from hal.ops.spec import Signature, TensorSig
 from hal.registry import _select, current
 from hal.registry._config import parse
-from plugins import TABLE, TWO, ZERO, Plugins, constant, last, manifest
 
 # --- levels ------------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed here: the extra nixl")
 
 import torch
+from scale.link_peer import SLOTS, TO, meet, pool, remote_of, rows
 
 import hal
 from hal.bench import link as bench
 from hal.engines.nixl import Link, wait
-from scale.link_peer import SLOTS, TO, meet, pool, remote_of, rows
 
 pytestmark = pytest.mark.usefixtures("tcp")
 

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed here: the extra nixl")
 
 import torch
+from scale.link_peer import SLOTS, TO, make, meet, pool, remote_of, rows, until, untouched
 
 import hal
 from hal.engines.nixl import LinkError, LinkFull, agent, wait
-from scale.link_peer import SLOTS, TO, make, meet, pool, remote_of, rows, until, untouched
 
 pytestmark = pytest.mark.usefixtures("tcp")
 
