@@ -29,13 +29,6 @@ from scale import rounds, served  # noqa: E402
 
 PIECE = 16
 """Tokens of a prompt that are computed at once."""
-LARGE = bool(os.environ.get("CI_ALL"))
-"""Whether the model is SmolLM2: else a tiny one, by the same ways."""
-
-
-@functools.cache
-def model() -> str:
-    return str(vllm_models.smollm2() if LARGE else vllm_models.tiny_model("llama-gqa"))
 
 
 @functools.cache
@@ -54,9 +47,14 @@ def engines() -> tuple[served.Engine, served.Engine, int]:
         **served.UCX,
     }  # fmt: skip
     worker, port = served.Served("sglang_served.py", folder(), environment), served.free_port()
-    common = {"model_path": model(), "disaggregation_transfer_backend": "nixl", "chunked_prefill_size": PIECE}
+    common = {
+        "model_path": str(vllm_models.smollm2()), "disaggregation_transfer_backend": "nixl",
+        "chunked_prefill_size": PIECE,
+    }  # fmt: skip
     return (
-        worker.start("prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}),
+        worker.start(
+            "prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}
+        ),
         worker.start("decode", {**common, "disaggregation_mode": "decode"}),
         port,
     )
@@ -64,7 +62,7 @@ def engines() -> tuple[served.Engine, served.Engine, int]:
 
 def prompts() -> list[list[int]]:
     """All of more than a piece, the last of several."""
-    chats = vllm_models.chats()[:2] if LARGE else rounds.prompts((20, 33))
+    chats = vllm_models.chats()[:2]
     return [*chats, (chats[0] + chats[1]) * 2]
 
 
@@ -78,7 +76,7 @@ def both() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_tokens_are_those_of_one_process() -> None:
     engines()  # they start while transformers works
-    want = vllm_models.generate(model(), prompts(), 12)
+    want = vllm_models.generate(str(vllm_models.smollm2()), prompts(), 12)
     first, then = both()
     assert then.get("tokens") == want, then
     assert first.get("tokens") == [t[:1] for t in want], first
