@@ -89,9 +89,7 @@ class Plugins:
         module = name if dist == f"hal-{name}" else dist.replace("-", "_")
         (info / "entry_points.txt").write_text(f"[hal.backends]\n{entry or name} = {module}\n")
         (self.root / f"{module}.py").write_text(source)
-        (self.root / f"{name}_kernels.py").write_text(
-            KERNELS.format(value=value) if kernels is None else kernels
-        )
+        (self.root / f"{name}_kernels.py").write_text(KERNELS.format(value=value) if kernels is None else kernels)
 
     def load(self) -> None:
         hal.reload()

@@ -142,7 +142,5 @@ for text in ("import hal", "import hal.kv.pool", "from hal.registry import Backe
 import hal
 assert all("hal: this is a subinterpreter" in t and "main interpreter" in t for t in told), told
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,9 +39,7 @@ DECODE, EXTEND = get_spec("decode_attention"), get_spec("extend_attention")
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """One query ``[heads, dim]`` over ``[keys, kv_heads, dim]``: output and natural log-sum-exp, in float64; or from
     weights that are `rounded`."""
     group = q.shape[0] // k.shape[1]
@@ -84,12 +82,7 @@ class Planned:
         assert kv_data_type == q_data_type
         assert isinstance(sm_scale, float)
         assert window_left >= -1
-        self.qo, self.indptr, self.indices, self.page_size = (
-            qo_indptr.tolist(),
-            indptr.tolist(),
-            indices,
-            page_size,
-        )
+        self.qo, self.indptr, self.indices, self.page_size = (qo_indptr.tolist(), indptr.tolist(), indices, page_size)
         self.heads, self.kind, self.causal = heads, q_data_type, causal
         self.scale, self.window, self.by = sm_scale, window_left, threading.get_ident()
 
@@ -150,9 +143,7 @@ class DecodeWrapper(Planned):
 class PrefillWrapper(Planned):
     """flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
 
-    def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
-    ) -> None:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
         assert backend in ("fa2", "fa3")
         super().__init__(float_workspace_buffer, kv_layout, exact=backend == "fa3")
 
@@ -268,9 +259,7 @@ def test_ragged(adapter: Adapter) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS, indirect=True)
 def test_threads_share_a_wrapper(adapter: Adapter) -> None:
     """One has a wrapper at a time: a plan of another between plan and run would be run with these queries."""
-    assert (
-        run_case(Case(adapter.spec.name, "threads", "all"), adapter.target(), adapter.spec).outcome == PASSED
-    )
+    assert run_case(Case(adapter.spec.name, "threads", "all"), adapter.target(), adapter.spec).outcome == PASSED
 
 
 @pytest.mark.parametrize("adapter", ["decode_attention"], indirect=True)

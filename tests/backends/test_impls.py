@@ -86,19 +86,14 @@ def test_by_priority_then_by_what_is_supported_then_by_name(monkeypatch: pytest.
     assert last("acme/slow", INT) == 8
     assert last("get_last_loc=acme/odd") == 99
     told = hal.explain("get_last_loc", TABLE, ZERO, LONG, backend="acme")
-    assert [(v.name, v.state) for v in told.verdicts[:2]] == [
-        ("acme/fast", "rejected"),
-        ("acme/slow", "chosen"),
-    ]
+    assert [(v.name, v.state) for v in told.verdicts[:2]] == [("acme/fast", "rejected"), ("acme/slow", "chosen")]
     assert told.verdicts[0].reason == "length: int32 alone"
     with pytest.raises(hal.NoBackendError, match=r"acme/fast  rejected +length: int32 alone"):
         last("acme/fast")
     monkeypatch.setenv("HAL_BACKEND", "cpu,get_last_loc=acme/odd")
     hal.reload()
     assert last(None) == 99
-    assert (
-        hal.explain("get_last_loc", TABLE, ZERO, LONG).decided_by == "HAL_BACKEND=cpu,get_last_loc=acme/odd"
-    )
+    assert hal.explain("get_last_loc", TABLE, ZERO, LONG).decided_by == "HAL_BACKEND=cpu,get_last_loc=acme/odd"
 
 
 @pytest.mark.usefixtures("acme")
@@ -128,20 +123,14 @@ def test_those_that_must_be_named_are_taken_by_nothing_else(monkeypatch: pytest.
     behind = {v.name: v for v in told.verdicts[told.verdicts.index(told.chosen) + 1 :]}
     assert behind["acme/odd"].reason == "taken where it is named: get_last_loc=acme/odd"
     assert behind["acme/lib"].state == "absent"
-    with pytest.raises(
-        hal.NoBackendError, match="acme has no kv_write but acme/slow_kv, taken where it is named"
-    ):
+    with pytest.raises(hal.NoBackendError, match="acme has no kv_write but acme/slow_kv, taken where it is named"):
         hal.kv_write(*(torch.zeros(1, 1, 1) for _ in range(4)), ZERO, backend="acme")
-    assert (
-        hal.kv_write(*(torch.zeros(1, 1, 1) for _ in range(4)), ZERO, backend="kv_write=acme/slow_kv") is None
-    )
+    assert hal.kv_write(*(torch.zeros(1, 1, 1) for _ in range(4)), ZERO, backend="kv_write=acme/slow_kv") is None
 
 
 @pytest.mark.usefixtures("acme")
 def test_a_name_that_the_op_has_not() -> None:
-    with pytest.raises(
-        hal.SelectionError, match=r"acme has no implementation acme/fats \(did you mean acme/fast\?\)"
-    ):
+    with pytest.raises(hal.SelectionError, match=r"acme has no implementation acme/fats \(did you mean acme/fast\?\)"):
         last("acme/fats")
     with pytest.raises(
         hal.NoBackendError, match=r"acme/slow_kv  unimplemented +acme has no get_last_loc named slow_kv"
@@ -151,9 +140,7 @@ def test_a_name_that_the_op_has_not() -> None:
 
 @pytest.mark.usefixtures("acme")
 def test_bind() -> None:
-    with pytest.raises(
-        hal.SelectionError, match="several ready implementations: acme/fast, acme/slow; give an"
-    ):
+    with pytest.raises(hal.SelectionError, match="several ready implementations: acme/fast, acme/slow; give an"):
         hal.bind("cpu", backend="acme")
     bound = hal.bind("cpu", backend="acme/odd")
     assert int(bound.get_last_loc(TABLE, ZERO, LONG)[0]) == 99
@@ -190,9 +177,7 @@ def test_an_implementation_with_lanes_of_its_own(plugins: Plugins, monkeypatch: 
     assert last("acme") == 8
     monkeypatch.setenv("HAL_LANE", "lowered")
     hal.reload()
-    with pytest.raises(
-        hal.NoBackendError, match=r"acme/slow  unavailable +it has no lane lowered; it has device"
-    ):
+    with pytest.raises(hal.NoBackendError, match=r"acme/slow  unavailable +it has no lane lowered; it has device"):
         last("acme")
 
 
@@ -220,9 +205,7 @@ def test_conformance_judges_the_one_that_is_named(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "slow" / "report.json").read_text())
     assert report["backend"] == "acme/slow"
     assert report["suite"]["ops"] == ["get_last_loc"]
-    assert report["declared"]["get_last_loc"] == [
-        {"impl": "acme/slow", "graph_safe": False, "deterministic": True}
-    ]
+    assert report["declared"]["get_last_loc"] == [{"impl": "acme/slow", "graph_safe": False, "deterministic": True}]
     outcomes = [c["outcome"] for c in report["cases"]]
     assert outcomes.count("passed") > 40
     assert "failed" not in outcomes

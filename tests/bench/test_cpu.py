@@ -64,12 +64,7 @@ def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_of_a_device_show_without_ratios(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        "op": "an_op",
-        "bs": 8,
-        "host_us": {"hal": 2.0, "peer": 5.0},
-        "copy_gbs": {"hal": 30.0, "peer": 20.0},
-    }
+    row = {"op": "an_op", "bs": 8, "host_us": {"hal": 2.0, "peer": 5.0}, "copy_gbs": {"hal": 30.0, "peer": 20.0}}
     report.show({"machine": report.machine("cpu"), "quick": False, "rows": [row]})
     shown = capsys.readouterr().out
     assert "an_op: host µs" in shown
@@ -155,9 +150,7 @@ def test_a_plot_says_what_it_is() -> None:
     assert lines[-1] == "quick: few rounds, no numbers to quote"
     assert all(len(line) <= 46 for line in lines)
     assert "quick" not in title({**run, "quick": False}, 4.2)
-    assert title({**run, "machine": {"device": "Some GPU"}}, 9).startswith(
-        "rope_kv_write on Some GPU, medians"
-    )
+    assert title({**run, "machine": {"device": "Some GPU"}}, 9).startswith("rope_kv_write on Some GPU, medians")
 
 
 def test_measure_tells_fast_from_slow() -> None:
@@ -195,12 +188,7 @@ def rows_of(device: str) -> list[bench.Row]:
             for t in (1, 16)
         ]  # fmt: skip
     return [
-        {
-            "op": "kv_write",
-            "tokens": t,
-            "cache": "bf16",
-            "device_gbs": {"hal": 9.0, "eager": 2.0, "copy": 10.0},
-        }
+        {"op": "kv_write", "tokens": t, "cache": "bf16", "device_gbs": {"hal": 9.0, "eager": 2.0, "copy": 10.0}}
         for t in (1, 16)
     ]
 
@@ -208,7 +196,7 @@ def rows_of(device: str) -> list[bench.Row]:
 def test_panels_of_a_run() -> None:
     assert plot._cpu_panels({"rows": rows_of("cpu")}) == {
         "m, bf16": {"hal": [(1, 1.0), (16, 16.0)], "eager": [(1, 0.25), (16, 4.0)], "memcpy": [(1, 2.0), (16, 32.0)]}
-    }  # fmt: skip
+    }
     assert plot._cpu_panels({"rows": rows_of("cpu")[:1]}) == {}
     other = {"op": "rope_kv_write", "model": "llama3-70b", "tokens": 1, "device_gbs": {"hal": 1.0}}
     assert plot._gpu_panels({"rows": [*rows_of("cuda"), other, {"op": "launch", "host_us": {"hal": 1.0}}]}) == {

@@ -104,14 +104,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert text.startswith("hal: no backend for rope_kv_write(q=bf16[64,32,192]@npu:0, ")
     assert (
-        run(
-            monkeypatch,
-            "explain",
-            "kv_transfer",
-            "src=KVPool(layer_first,bf16[2x16]@cpu)",
-            "--backend",
-            "reference",
-        )
+        run(monkeypatch, "explain", "kv_transfer", "src=KVPool(layer_first,bf16[2x16]@cpu)", "--backend", "reference")
         == 0
     )
     for args, said in [
@@ -152,9 +145,7 @@ def test_notation() -> None:
     )
 
 
-def test_warmup(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warmup(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HAL_PLUGINS", "acme")
     plugins.add("acme", manifest("acme", warmup='"acme_kernels:warm"'), "def warm(ops, device): pass")
     assert run(monkeypatch, "warmup") == 0
@@ -165,9 +156,7 @@ def test_warmup(
     assert "hal: warmup: acme is ready for meta" in capsys.readouterr().err
 
 
-def test_a_part_that_needs_an_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_needs_an_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name="transformers.models")
 
@@ -211,11 +200,7 @@ TWO_OPS = '{{op: Impl(f"{name}_kernels:{{op}}") for op in ("assign_extend_cache_
 
 
 def doctor(
-    plugins: Plugins,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    last: str,
-    *args: str,
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str, *args: str
 ) -> tuple[int, list[dict[str, Any]]]:
     ops = TWO_OPS.format(name="acme")
     plugins.add("acme", manifest("acme", ops=ops), KERNELS.format(last=last))

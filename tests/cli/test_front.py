@@ -64,12 +64,7 @@ def test_a_bench_of_a_long_op_is_whole_at_80_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     impls = ("hal", "a peer with quite a name", "another_that_has_no_spaces")
-    row = {
-        "op": "build_kv_indices_from_blocks",
-        "shape": "s" * 30,
-        "n": 1,
-        "wall_us": dict.fromkeys(impls, 2.5),
-    }
+    row = {"op": "build_kv_indices_from_blocks", "shape": "s" * 30, "n": 1, "wall_us": dict.fromkeys(impls, 2.5)}
     monkeypatch.setattr("rich.console.Console.is_terminal", property(lambda self: True))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -183,9 +178,7 @@ def test_a_run_tells_what_runs_now(capsys: pytest.CaptureFixture[str]) -> None:
     for i, (case, outcome) in enumerate(zip(cases, (PASSED, FAILED, PASSED), strict=True)):
         tell(Result(case.id, outcome), i + 1, 3)
     assert bar.whole == bar.told[-1][0] == 102
-    assert bar.told == [
-        (0, "a/value/x"), (1, "a/soak/all"), (101, "1 failed, now b/value/y"), (102, "1 failed, now "),
-    ]  # fmt: skip
+    assert bar.told == [(0, "a/value/x"), (1, "a/soak/all"), (101, "1 failed, now b/value/y"), (102, "1 failed, now ")]
     assert capsys.readouterr().err == "a ...\nb ...\n"
 
 
@@ -291,9 +284,7 @@ def test_a_notebook_shows_a_report(tmp_path: Path) -> None:
         for outcome in [PASSED] + [FAILED] * 15
     ]  # fmt: skip
     counts = {PASSED: 1, FAILED: 15}
-    report = Report(
-        backend="b<", lane="device", device="cpu", date="d", cases=cases, verdict={"counts": counts}
-    )
+    report = Report(backend="b<", lane="device", device="cpu", date="d", cases=cases, verdict={"counts": counts})
     shown = report._repr_html_()
     assert "b&lt;" in shown
     assert "1 passed, 15 failed" in shown

@@ -63,9 +63,7 @@ def test_each_stub_has_the_op_s_own_signature_and_documentation(here: Path) -> N
     assert (backend.name, set(backend.ops), backend.lanes) == ("acme-2", set(BUILTIN), {"device": ("cpu",)})
     project = tomllib.loads((root / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["hal.backends"] == {"acme-2": "hal_backend_acme_2"}
-    assert (
-        "hal conformance acme-2 --op get_last_loc" in (root / ".github/workflows/conformance.yml").read_text()
-    )
+    assert "hal conformance acme-2 --op get_last_loc" in (root / ".github/workflows/conformance.yml").read_text()
     for file in root.rglob("*.py"):
         ast.parse(file.read_text())
 
@@ -83,13 +81,9 @@ def test_each_stub_has_the_op_s_own_signature_and_documentation(here: Path) -> N
         (["acme", "--dir", "full/file"], "--dir: expected a folder that is empty or not there"),
         (["acme", "--dir", "/proc/acme"], "--dir: expected a folder that can be written; got /proc/acme"),
     ],
-)  # fmt: skip
+)
 def test_what_it_refuses(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: list[str],
-    says: str,
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], says: str
 ) -> None:
     (here / "full").mkdir()
     (here / "full/file").write_text("mine")
@@ -121,11 +115,7 @@ def test_from_nothing_to_a_green_op(
     assert "NotImplementedError: get_last_loc: to be written in hal_backend_acme/get_last_loc.py" in missing
     stub = site / "hal_backend_acme/get_last_loc.py"
     head, _, _ = stub.read_text().rpartition("    raise NotImplementedError")
-    stub.write_text(
-        head.replace("from torch import Tensor", "import torch\nfrom torch import Tensor") + FILLED
-    )
-    cases = [
-        c for c in cases_of(get_spec("get_last_loc")) if c.proof in ("value", "pages", "errors", "extremes")
-    ]
+    stub.write_text(head.replace("from torch import Tensor", "import torch\nfrom torch import Tensor") + FILLED)
+    cases = [c for c in cases_of(get_spec("get_last_loc")) if c.proof in ("value", "pages", "errors", "extremes")]
     outcome = run_backend("acme", "device", ["get_last_loc"], cases)
     assert {r.outcome for r in outcome.results.values()} == {"passed"}, outcome.fatal

@@ -63,9 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     ],
 )
 def test_what_plugins_print_is_not_in_the_json(plugins: Plugins, command: tuple[str, ...]) -> None:
-    kernels = (
-        f"{NOISE}\nfrom torch import where\ndef rows(kernel): print('inside'); return [{{'kernel': 'k'}}]\n"
-    )
+    kernels = f"{NOISE}\nfrom torch import where\ndef rows(kernel): print('inside'); return [{{'kernel': 'k'}}]\n"
     kernels += (
         "def get_last_loc(req_to_token, req_pool_indices, prefix_lens):\n"
         "    print('called')\n"
@@ -131,14 +129,7 @@ def test_a_terminal_of_ascii(plugins: Plugins) -> None:
 
 def test_the_users_own_choice_of_errors_stays(plugins: Plugins) -> None:
     plugins.add("acme", manifest("acme", probe='"acme_kernels:probe"'), "def probe(): return 'no µ'")
-    done = hal_(
-        plugins.root,
-        "explain",
-        "get_last_loc",
-        "--backend",
-        "acme",
-        PYTHONIOENCODING="ascii:backslashreplace",
-    )
+    done = hal_(plugins.root, "explain", "get_last_loc", "--backend", "acme", PYTHONIOENCODING="ascii:backslashreplace")
     assert r"no \xb5" in done.stdout
 
 
@@ -162,9 +153,7 @@ def test_a_folder_that_cannot_be_written_fails_before_the_run(
     }[where]
     assert run(monkeypatch, *command, str(place)) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"hal: {command[0]}: {option}: expected a folder that can be written; got {place}: "
-    )
+    assert said.startswith(f"hal: {command[0]}: {option}: expected a folder that can be written; got {place}: ")
     assert said.count("\n") == 1
     assert not ran
     assert run(monkeypatch, *command, str(tmp_path / "new" / "folder")) == 0
@@ -172,9 +161,7 @@ def test_a_folder_that_cannot_be_written_fails_before_the_run(
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "command", [("conformance", "reference"), ("conformance", "cpu"), ("warmup",), ("bench",)]
-)
+@pytest.mark.parametrize("command", [("conformance", "reference"), ("conformance", "cpu"), ("warmup",), ("bench",)])
 def test_a_device_that_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
@@ -195,10 +182,7 @@ def test_a_device_that_is_none(
         (("--model",), "--model: expected --device ascend --model; got --device"),
         (("engine", "other"), "engine: NAME: expected vllm; got 'other'"),
         (("engine", "vllm", "--shape", "none"), "engine: --shape: expected "),
-        (
-            ("engine", "vllm", "--decode", "1by2"),
-            "engine: --decode: expected such as 1x1024,32x1024; got '1by2'",
-        ),
+        (("engine", "vllm", "--decode", "1by2"), "engine: --decode: expected such as 1x1024,32x1024; got '1by2'"),
         (("engine", "vllm", "--ttft", "long"), "engine: --ttft: expected such as 4096,32768; got 'long'"),
         (("engine", "vllm", "--vllm", "{"), "engine: --vllm: expected JSON; got '{'"),
     ],
@@ -219,16 +203,11 @@ def test_bind_of_a_device_that_is_none(device: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, 5, ["cpu"], b"cpu"])
 def test_a_backend_that_is_no_text(value: Any) -> None:
-    with (
-        pytest.raises(hal.SelectionError, match=r"hal: hal.use\(.*\): expected a text such as 'cpu'"),
-        hal.use(value),
-    ):
+    with pytest.raises(hal.SelectionError, match=r"hal: hal.use\(.*\): expected a text such as 'cpu'"), hal.use(value):
         pass
     if value is not None:
         for name in ("backend", "checks", "fallback"):
-            with pytest.raises(
-                hal.SelectionError, match=rf"hal: configure\({name}=.*expected a text, or None"
-            ):
+            with pytest.raises(hal.SelectionError, match=rf"hal: configure\({name}=.*expected a text, or None"):
                 hal.configure(**{name: value})
         with pytest.raises(hal.SelectionError, match=r"backend=.*expected a text"):
             hal.bind("cpu", backend=value)
@@ -250,9 +229,7 @@ def test_info_says_where_a_kernel_fails(
     ) in said
     data = hal.info()
     assert data["ops"]["get_last_loc"]["acme"] == ["broken"]
-    assert [(f["op"], f["backend"], f["state"]) for f in data["failures"]] == [
-        ("get_last_loc", "acme", "broken")
-    ]
+    assert [(f["op"], f["backend"], f["state"]) for f in data["failures"]] == [("get_last_loc", "acme", "broken")]
     assert 'raise OSError("' in data["failures"][0]["detail"].replace("'", '"')
 
 
@@ -265,9 +242,7 @@ def test_a_syntax_error_has_its_line(plugins: Plugins) -> None:
 
 def test_conformance_loads_the_judged_plugin_alone(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
-    monkeypatch.setattr(
-        cli, "run_part", lambda *args, **kwargs: seen.append(os.environ.get("HAL_PLUGINS")) or 0
-    )
+    monkeypatch.setattr(cli, "run_part", lambda *args, **kwargs: seen.append(os.environ.get("HAL_PLUGINS")) or 0)
     plugins.add("acme", manifest("acme"))
     plugins.add("hangs", "raise SystemError('must not be imported')")
     monkeypatch.setenv("HAL_PLUGINS", "")
@@ -287,14 +262,7 @@ def test_conformance_loads_the_judged_plugin_alone(plugins: Plugins, monkeypatch
 
 
 def test_errors_are_named_as_they_are_caught() -> None:
-    for name in (
-        "HalError",
-        "ArgumentError",
-        "SelectionError",
-        "NoBackendError",
-        "BackendError",
-        "FallbackWarning",
-    ):
+    for name in ("HalError", "ArgumentError", "SelectionError", "NoBackendError", "BackendError", "FallbackWarning"):
         kind = getattr(hal, name)
         assert f"{kind.__module__}.{kind.__qualname__}" == f"hal.{name}"
     error = pickle.loads(pickle.dumps(hal.ArgumentError("op", "x", "a", "b")))
@@ -303,9 +271,7 @@ def test_errors_are_named_as_they_are_caught() -> None:
 
 def test_a_name_in_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_BACKEND", "CPU")
-    with pytest.raises(
-        hal.SelectionError, match=r"HAL_BACKEND=CPU: unknown backend CPU \(did you mean cpu\?\)"
-    ):
+    with pytest.raises(hal.SelectionError, match=r"HAL_BACKEND=CPU: unknown backend CPU \(did you mean cpu\?\)"):
         hal.reload()
     monkeypatch.setenv("HAL_BACKEND", "rope_kv_write=Reference")
     with pytest.raises(hal.SelectionError, match=r"did you mean reference\?"):

@@ -20,33 +20,17 @@ import hal
 from hal import _doctor, _private, _report, _report_steps, cli
 from hal.conformance._schema import misfits
 
-SECRETS = (
-    "janedoe",
-    "gpu-box-17",
-    "corp.example",
-    "10.20.30.40",
-    "fe80:",
-    "gguf",
-    "models",
-    "hunter2",
-    "Vault",
-)
+SECRETS = ("janedoe", "gpu-box-17", "corp.example", "10.20.30.40", "fe80:", "gguf", "models", "hunter2", "Vault")
 SAID = (
     "janedoe@corp.example on gpu-box-17.corp.example (10.20.30.40, fe80:0:1:2:3:4:5:6) read "
     "/home/janedoe/models/Vault/big.gguf and http://gpu-box-17/x of /opt/Vault/kernel.py"
 )
-STEPS: dict[str, Callable[..., None]] = {
-    n: getattr(_report_steps, n) for n in ("machine", "states", "device", "times")
-}
+STEPS: dict[str, Callable[..., None]] = {n: getattr(_report_steps, n) for n in ("machine", "states", "device", "times")}
 
 
 @pytest.fixture
 def jane(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (
-        ("USER", "janedoe"),
-        ("HOSTNAME", "gpu-box-17.corp.example"),
-        ("HOME", "/home/janedoe"),
-    ):
+    for name, value in (("USER", "janedoe"), ("HOSTNAME", "gpu-box-17.corp.example"), ("HOME", "/home/janedoe")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HAL_CACHE_DIR", "/home/janedoe/Vault/hunter2")
     monkeypatch.setenv("ASCEND_HOME_PATH", "/home/janedoe/models/ascend")
@@ -69,11 +53,7 @@ def here(command: list[str], env: dict[str, str], timeout: float, each: bool) ->
             _report_steps.out = text
             STEPS[arguments[0]](*arguments[1:])
     except SystemExit as e:
-        died = (
-            f"no answer within {timeout:g} s"
-            if e.code == "hangs"
-            else f"the child died with exit code {e.code}"
-        )
+        died = f"no answer within {timeout:g} s" if e.code == "hangs" else f"the child died with exit code {e.code}"
     return text.getvalue().splitlines(), died
 
 
@@ -96,11 +76,7 @@ OPS = ("alloc_decode", "alloc_extend", "get_last_loc", "assign_extend_cache_locs
 
 @pytest.fixture
 def report(
-    plugins: Plugins,
-    jane: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    plugins: Plugins, jane: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Any:
     """(the report of a backend whose ops raise, die, hang and work; its texts)."""
     ops = f'{{op: Impl(f"acme_kernels:{{op}}") for op in {OPS}}}'
@@ -161,10 +137,7 @@ def test_nothing_private_is_in_it(report: Any) -> None:
     ("text", "told"),
     [
         ("/home/janedoe/x y/z.bin", "… y/z.bin"),
-        (
-            'File "/home/janedoe/v/lib/python3.11/site-packages/triton/a.py", line 3',
-            'File "…/triton/a.py", line 3',
-        ),
+        ('File "/home/janedoe/v/lib/python3.11/site-packages/triton/a.py", line 3', 'File "…/triton/a.py", line 3'),
         ("either and/or 3/4 of q[2,4]@npu:0", "either and/or 3/4 of q[2,4]@npu:0"),
         ("Version=25.1.0.3; at 1.2.3.4:80", "Version=25.1.0.3; at [address]:80"),
         ("JaneDoe's janedoes", "[name]'s janedoes"),
@@ -200,9 +173,7 @@ def test_a_child_that_hangs_goes_with_what_it_started() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In processes of its own, the first step alone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        _report, "run", lambda ops, backends, timeout: iter([_report._step("machine", timeout)])
-    )
+    monkeypatch.setattr(_report, "run", lambda ops, backends, timeout: iter([_report._step("machine", timeout)]))
     monkeypatch.setattr(sys, "argv", ["hal", "doctor", "--report"])
     with pytest.raises(SystemExit) as e:
         cli.main()

@@ -90,8 +90,7 @@ def test_two_wide_ones_shrink_to_what_a_machine_can_do() -> None:
                 params = fresh.settle(fresh.draw(get_spec(op), Random(seed), some, "device"))
                 fits = of_op.size(params) <= fresh.MOST["device"]
                 small = all(
-                    isinstance(of_op.wide[n].sizes, list) or params[n] <= max(20, 2 * of_op.wide[n].step)
-                    for n in some
+                    isinstance(of_op.wide[n].sizes, list) or params[n] <= max(20, 2 * of_op.wide[n].step) for n in some
                 )
                 assert fits or small, (op, params)
 
@@ -119,11 +118,7 @@ def test_a_limit_in_one_dimension_alone_is_hit_whatever_the_seed(seed: int) -> N
         return target_of(run)
 
     far = 10**9
-    for name, limits in (
-        ("bs", (2048, far, far)),
-        ("requests", (far, 65_535, far)),
-        ("width", (far, far, 8192)),
-    ):
+    for name, limits in (("bs", (2048, far, far)), ("requests", (far, 65_535, far)), ("width", (far, far, 8192))):
         result = run_case(Case(OP, "fresh", name), limited(*limits), get_spec(OP), seed=seed)
         assert result.outcome == FAILED
         assert f"beyond the samples, {name} wide (" in result.reason

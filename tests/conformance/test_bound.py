@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hal.ops.proofs.judge import (
-    ROPE_SLACK,
-    Candidate,
-    Want,
-    half_ulp,
-    headroom,
-    largest,
-    right_any,
-    rounded,
-    same_bits,
-)
+from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, half_ulp, headroom, largest, right_any, rounded, same_bits
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -89,9 +79,7 @@ def test_fp32_products_are_within_the_rope_bound_and_bf16_ones_are_not() -> None
 @pytest.mark.parametrize("dtype", FP8)
 def test_saturation(dtype: torch.dtype) -> None:
     top = largest(dtype)
-    truth = torch.tensor([top, 1e4 * top, torch.inf, -torch.inf, torch.nan], dtype=torch.float64).clamp(
-        -top, top
-    )
+    truth = torch.tensor([top, 1e4 * top, torch.inf, -torch.inf, torch.nan], dtype=torch.float64).clamp(-top, top)
     good = torch.tensor([top, top, top, -top, torch.nan]).to(dtype)
     assert bool(right_any(good, wanted(truth, 0.0)).all())
     bad = torch.tensor([0.0, 0.0, torch.nan, top, top]).to(dtype)

@@ -159,9 +159,7 @@ def test_an_edited_kernel_is_noticed(plugins: Plugins, tmp_path: Path, capsys: A
     source.write_text(source.read_text() + GOOD.replace("def get_last_loc", "def kernel"))
     before = code_of("acme")
     assert before["complete"]
-    assert {"acme.py", "hal/kv/pool.py", "hal/registry/_dispatch.py", "hal/triton/_launch.c"} <= set(
-        before["files"]
-    )
+    assert {"acme.py", "hal/kv/pool.py", "hal/registry/_dispatch.py", "hal/triton/_launch.c"} <= set(before["files"])
     assert not any(name.startswith(("hal/backends/", "hal/conformance/")) for name in before["files"])
     assert main("acme", ops=[OP], report=tmp_path / "out", quiet=True) == 0
     path = tmp_path / "out/report.json"
@@ -198,9 +196,7 @@ def get_last_loc(req_to_token, req_pool_indices, prefix_lens):
 """
 
 
-def mine(
-    folder: Path, body: str, monkeypatch: pytest.MonkeyPatch, case: str, silence: float | None = None
-) -> Any:
+def mine(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch, case: str, silence: float | None = None) -> Any:
     (folder / "mine.py").write_text(MINE.format(body=body))
     monkeypatch.chdir(folder)
     cases = [c for c in cases_of(get_spec(OP)) if c.id == case]
@@ -225,9 +221,7 @@ def test_a_hang_names_the_author_s_line(tmp_path: Path, monkeypatch: pytest.Monk
 def test_slow_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "import time; time.sleep(0.1)"
     source = "get_last_loc/leak/all"
-    (tmp_path / "mine.py").write_text(
-        MINE.format(body=body).replace("prefix_lens.clone()", "good(**locals())")
-    )
+    (tmp_path / "mine.py").write_text(MINE.format(body=body).replace("prefix_lens.clone()", "good(**locals())"))
     good = GOOD.replace("def get_last_loc", "def good")
     (tmp_path / "mine.py").write_text(good + (tmp_path / "mine.py").read_text())
     monkeypatch.chdir(tmp_path)
@@ -262,9 +256,7 @@ def test_the_innermost_line_that_is_the_author_s(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert last_line(said) == " at /their/kernel.py:7 in load"
     ours = [f'  File "{hal}/_remote/perform.py", line 1 in call']
-    assert last_line([*ours, f'  File "{hal}/backends/cpu/_jit.py", line 2 in run']).endswith(
-        "_jit.py:2 in run"
-    )
+    assert last_line([*ours, f'  File "{hal}/backends/cpu/_jit.py", line 2 in run']).endswith("_jit.py:2 in run")
     assert last_line(ours).endswith("perform.py:1 in call")
     package = tmp_path / "acme"
     (package / "kernels").mkdir(parents=True)
@@ -300,15 +292,7 @@ perform.Hands.do = lambda hands, task: next(SAYS, {"outcome": "broke", "type": "
 def test_what_is_returned_is_read_from_the_memory_and_not_from_the_answer() -> None:
     arena = Arena(1 << 24)
     placed = place({"x": torch.arange(4)}, Room(arena))
-    said = {
-        "kind": "tensor",
-        "dtype": "i64",
-        "shape": [4],
-        "device": "cpu",
-        "shown": "",
-        "stored": True,
-        "is": [],
-    }
+    said = {"kind": "tensor", "dtype": "i64", "shape": [4], "device": "cpu", "shown": "", "stored": True, "is": []}
     start, _ = placed.arguments.result
     arena.memory.raw(start, start + 32).copy_(torch.arange(4).view(torch.uint8))
     got = Ret.of(said, placed).values

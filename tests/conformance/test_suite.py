@@ -31,9 +31,7 @@ def test_every_sample_and_error_has_its_case() -> None:
     for op in BUILTIN:
         cases = cases_of(get_spec(op))
         assert len({c.id for c in cases}) == len(cases)
-        assert {c.sample for c in cases if c.proof in ("value", "large")} == {
-            s.name for s in get_spec(op).samples
-        }
+        assert {c.sample for c in cases if c.proof in ("value", "large")} == {s.name for s in get_spec(op).samples}
         assert {c.name for c in cases if c.proof == "errors"} == {e.name for e in get_spec(op).errors}
         assert {c.proof for c in cases} <= set(PROOFS)
         assert set(DEVICE_PROOFS) <= {c.proof for c in cases}
@@ -187,9 +185,7 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
 def test_several_jobs_say_what_one_says() -> None:
     cases = [c for c in cases_of(get_spec("get_last_loc")) if c.proof in ("value", "threads", "ragged")]
     one, three = (run_backend("reference", "device", ["get_last_loc"], cases, jobs=j) for j in (1, 3))
-    assert {r.id: r.outcome for r in one.results.values()} == {
-        r.id: r.outcome for r in three.results.values()
-    }
+    assert {r.id: r.outcome for r in one.results.values()} == {r.id: r.outcome for r in three.results.values()}
     assert set(three.results) == {c.id for c in cases}
     assert (one.device, one.declared) == (three.device, three.declared)
 

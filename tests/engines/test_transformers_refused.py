@@ -12,26 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from engines.on_transformers import (  # noqa: F401
-    NEW,
-    OPS,
-    batched,
-    counting,
-    counts,
-    generate,
-    padded,
-    prompts,
-    stock,
-)
+
+from engines.on_transformers import NEW, OPS, batched, counting, counts, generate, padded, prompts, stock  # noqa: F401
 
 # isort: split
-import transformers
-from engines import tiny
-
 import hal
 import hal.engines.transformers as on_hal
+import transformers
 from hal.engines import EngineError, _engine
 from hal.engines.transformers import paged, step
+
+from engines import tiny
 
 ROOT = Path(hal.__file__).parents[1]
 
@@ -56,10 +47,7 @@ def test_masks_of_ones_own() -> None:
     with torch.no_grad(), pytest.raises(EngineError, match=r"got a tensor \[1, 1, 9, 9\].*Masks of your own"):
         model(input_ids=ids, attention_mask=own)
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    with (
-        torch.no_grad(),
-        pytest.raises(EngineError, match=r"not causal or a sliding window alone \(packed_sequence"),
-    ):
+    with torch.no_grad(), pytest.raises(EngineError, match=r"not causal or a sliding window alone \(packed_sequence"):
         model(input_ids=ids, position_ids=packed, use_cache=False)
 
 
@@ -90,14 +78,7 @@ def test_paged_cache_of_another_head_dim() -> None:
 def test_models_with_attention_of_their_own() -> None:
     """GPT-J does not ask AttentionInterface: it must not go on as if nothing had been said."""
     config = transformers.GPTJConfig(
-        vocab_size=199,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        rotary_dim=8,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
+        vocab_size=199, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64, bos_token_id=1, eos_token_id=2
     )
     with pytest.raises((EngineError, KeyError, ValueError), match="hal"):
         transformers.GPTJForCausalLM._from_config(config, attn_implementation="hal")
@@ -114,11 +95,7 @@ def test_patterns_of_masks() -> None:
     )
     assert "not causal" in step.pattern(m.sliding_window_overlay(6))[1]
     chunked = m.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    for odd in (
-        chunked,
-        m.or_masks(m.causal_mask_function, m.bidirectional_mask_function),
-        lambda b, h, q, k: True,
-    ):
+    for odd in (chunked, m.or_masks(m.causal_mask_function, m.bidirectional_mask_function), lambda b, h, q, k: True):
         assert "not causal or a sliding window alone" in step.pattern(odd)[1]
 
 
@@ -128,9 +105,7 @@ def test_patterns_of_masks() -> None:
 @pytest.mark.parametrize("version", ["5.22.2", "5.24.0", "6.0.0"])
 def test_version_outside_the_tested_range(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(_engine.metadata, "version", lambda name: version)
-    with pytest.raises(
-        EngineError, match=rf"transformers {version} is installed; hal's adapter is tested with"
-    ):
+    with pytest.raises(EngineError, match=rf"transformers {version} is installed; hal's adapter is tested with"):
         importlib.reload(on_hal)
 
 

@@ -1,7 +1,7 @@
 """Real vLLM on hal: tokens as stock vLLM's and transformers', hal's ops called and nobody else's, the rest refused.
 
 Run by `ci/engines vllm`, in an environment of its own. Engines run in processes of their own (`vllm_worker`), as few as
-may be: stock, hal's CPU backend, the same compiled, hal's reference, a third party's backend.
+may be: stock, hal's CPU backend, the same compiled, a third party's backend; in `ci/test all` hal's reference too.
 """
 
 from __future__ import annotations
@@ -23,28 +23,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from engines import third_party, vllm_models
+from scale.rounds import prompts, shared_prefix
 
 HERE = Path(__file__).parent
 ATTENTION = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention"}
-LENGTHS = (3, 14, 1, 22, 9, 17, 5, 40)
-TIGHT = {
-    "max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20,
-}  # fmt: skip
+TIGHT = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": 20}
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
 LATENT = {"mla_kv_write", "kv_transfer"}
 DRAFTS = {"num_speculative_tokens": 3}
 ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write")
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 199) -> list[list[int]]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, vocab, (n,), generator=g).tolist() for n in lengths]
-
-
-def shared_prefix() -> list[list[list[int]]]:
-    """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
-    (prefix,) = prompts((96,), seed=5)
-    return [[prefix], [prefix + p for p in prompts(seed=6)]]
 
 
 def mla(**settings: Any) -> dict[str, Any]:
@@ -55,7 +42,7 @@ def mla(**settings: Any) -> dict[str, Any]:
         "model": str(vllm_models.tiny_model("deepseek-v2-mla")),
         "rounds": [[prefix], [*(prefix + p for p in prompts((150, 7), seed=6)), *prompts((60, 3, 90, 1), seed=7)]],
         "llm": {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "block_size": 32, **settings},
-    }  # fmt: skip
+    }
 
 
 @functools.cache
@@ -114,14 +101,20 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
         [*COMPARED, *SHAPES[1:], "fp8-cache", "mla-fp8-cache"],
     ),
     "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled"]),
-    "acme": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"}, ["llama-gqa", "deepseek-v2-mla", "alibi"]),
+    "acme": (
+        {"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"},
+        ["llama-gqa", "deepseek-v2-mla", "alibi", "fp8-cache", "mla-fp8-cache"],
+    ),
 }
 """By name: what is added to the environment, and the jobs. The stock one has hal installed, and its plugin loaded."""
 if not os.environ.get("CI_ALL"):
-    # The ops are the suite's to prove: of the reference, a shape of each kind of attention.
-    left_out = {"smollm2", *SHAPES[1:]} - {"deepseek-v2-mla"}
-    WORKERS["reference"][1][:] = [job for job in WORKERS["reference"][1] if job not in left_out]
-RAN = [(worker, job) for worker in ("cpu", "reference") for job in WORKERS[worker][1]]
+    # `acme` has the reference's functions; `test_vllm_serve` runs SmolLM2; transformers has the scenarios' tokens.
+    del WORKERS["reference"]
+    COMPARED = ["llama-gqa", "sampled"]
+    WORKERS["stock"][1][:] = [*COMPARED, "flag"]
+    WORKERS["cpu"][1].remove("smollm2")
+OURS = [worker for worker in ("cpu", "reference") if worker in WORKERS]
+RAN = [(worker, job) for worker in OURS for job in WORKERS[worker][1]]
 
 
 def run(worker: str, turns: threading.Semaphore, codes: dict[str, int]) -> None:
@@ -202,7 +195,7 @@ def test_tokens_are_stock_vllms(worker: str, job: str) -> None:
     assert tokens(worker, job) == tokens("stock", job)
 
 
-@pytest.mark.parametrize("worker", ["stock", "cpu", "reference"])
+@pytest.mark.parametrize("worker", OURS)
 def test_the_scenarios_are_what_they_are_called(worker: str) -> None:
     assert min(result(worker, "prefix")["rounds"][1]["cached"]) > 0
     assert result(worker, "preempted")["preempted"] > 0
@@ -228,11 +221,11 @@ def test_float16() -> None:
 @pytest.mark.parametrize(("job", "other"), [("fp8-cache", "llama-gqa"), ("mla-fp8-cache", "deepseek-v2-mla")])
 def test_fp8_cache(job: str, other: str) -> None:
     """Two backends that round k and v alike, and not as a float32 cache does."""
-    assert tokens("cpu", job) == tokens("reference", job)
+    assert tokens("cpu", job) == tokens("acme", job)
     assert tokens("cpu", job) != tokens("cpu", other)
 
 
-@pytest.mark.parametrize("worker", ["cpu", "reference"])
+@pytest.mark.parametrize("worker", OURS)
 @pytest.mark.parametrize("job", ["deepseek-v2-mla", "mla-fp8-cache"])
 def test_latent_attention_took_both_ways(worker: str, job: str) -> None:
     """What is unfolded is gathered first, by one call each; others of `extend_attention` are over the latent rows."""
@@ -245,9 +238,7 @@ def test_latent_attention_took_both_ways(worker: str, job: str) -> None:
 def test_drafts_are_verified_several_at_once() -> None:
     """Queries of more than one token past the prompts. A draft that is always taken saves three steps of four."""
     layers, new = 2, jobs()["drafts"]["new"]
-    calls = {
-        job: {op: by["cpu"] for op, by in result("cpu", job)["trace"].items()} for job in ("ngrams", "drafts")
-    }
+    calls = {job: {op: by["cpu"] for op, by in result("cpu", job)["trace"].items()} for job in ("ngrams", "drafts")}
     # All prompts are one step of the target's.
     assert calls["ngrams"]["extend_attention"] > layers
     assert calls["drafts"]["extend_attention"] > 2 * layers
@@ -258,7 +249,7 @@ def test_drafts_are_verified_several_at_once() -> None:
 # --- who ran ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("worker", ["cpu", "reference"])
+@pytest.mark.parametrize("worker", OURS)
 def test_hal_ran_and_stock_did_not(worker: str) -> None:
     for job in WORKERS[worker][1]:
         found = result(worker, job)
@@ -318,9 +309,7 @@ def test_the_selector_gets_reasons() -> None:
             return backend.validate_configuration(**{**plain, **changed})
 
     assert reasons(HalAttentionBackend, has_sink=True) == []
-    assert (
-        len(reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False, has_sink=True)) == 1
-    )
+    assert len(reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False, has_sink=True)) == 1
     assert reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False) == []
     for changed in (
         {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
@@ -333,10 +322,9 @@ def test_the_selector_gets_reasons() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     import hal.engines.vllm as plugin
     from hal.engines import EngineError, _engine
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     monkeypatch.setenv("HAL_ENGINES", "vllm")
     monkeypatch.setitem(_engine.ENGINES, "vllm", replace(_engine.ENGINES["vllm"], tested=">=99"))

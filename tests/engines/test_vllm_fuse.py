@@ -13,10 +13,9 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+from hal.engines.vllm import fuse, rotary
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.utils.torch_utils import _encode_layer_name
-
-from hal.engines.vllm import fuse, rotary
 
 assert rotary.LIBRARY
 D, Q, K, N = 8, 32, 16, 5
@@ -31,9 +30,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch
 
 
 def write(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.ops.vllm.unified_kv_cache_update(
-        k.view(-1, 2, D), v.view(-1, 2, D), _encode_layer_name("layer")
-    )
+    return torch.ops.vllm.unified_kv_cache_update(k.view(-1, 2, D), v.view(-1, 2, D), _encode_layer_name("layer"))
 
 
 def plain(x: Any, w: Any, positions: Any, table: Any) -> Any:

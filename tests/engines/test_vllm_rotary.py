@@ -13,13 +13,12 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi3
-
 import hal
 from hal.engines import EngineError
 from hal.engines.vllm import rotary
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi3
 
 STOCK = phi3.Phi3LongRoPEScaledRotaryEmbedding
 SHORT, LONG, HEAD, ROTARY = 64, 256, 24, 16
@@ -74,9 +73,7 @@ def test_long_rope_in_bfloat16_is_rounded_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_vllm_makes_ours_where_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT, **FACTORS,
-    }  # fmt: skip
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT, **FACTORS}
     monkeypatch.setattr(rotary_embedding, rotary.LONG, STOCK)
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONG))
     monkeypatch.setattr(phi3, "get_current_vllm_config", lambda: config)

@@ -20,9 +20,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models, vllm_worker
-
 import hal
+
+from engines import vllm_models, vllm_worker
 
 NEW = 8
 STARTS_WITHIN = 400
@@ -76,9 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     try:
         begin = time.monotonic()
         while not answers(port):
-            assert process.poll() is None, (
-                f"vllm serve ended with {process.returncode}:\n{log.read_text()[-4000:]}"
-            )
+            assert process.poll() is None, f"vllm serve ended with {process.returncode}:\n{log.read_text()[-4000:]}"
             late = time.monotonic() - begin > STARTS_WITHIN
             assert not late, f"not up after {STARTS_WITHIN} s:\n{log.read_text()[-4000:]}"
             time.sleep(0.5)

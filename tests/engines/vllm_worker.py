@@ -74,20 +74,15 @@ def run(job: dict[str, Any], llm: Any, counts: Counter[str]) -> dict[str, Any]:
     rounds = []
     for prompts in job["rounds"]:
         given = {"temperature": 0, "max_tokens": job.get("new", 12), "ignore_eos": True, "detokenize": False}
-        params = [
-            SamplingParams(**{**given, **job.get("sampling", {}), "seed": 17 + i})
-            for i in range(len(prompts))
-        ]
+        params = [SamplingParams(**{**given, **job.get("sampling", {}), "seed": 17 + i}) for i in range(len(prompts))]
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        rounds.append({
-            "tokens": [list(o.outputs[0].token_ids) for o in outs], "cached": [o.num_cached_tokens or 0 for o in outs],
-        })  # fmt: skip
+        rounds.append(
+            {"tokens": [list(o.outputs[0].token_ids) for o in outs], "cached": [o.num_cached_tokens or 0 for o in outs]}
+        )
     if "tensor_parallel_size" in job.get("llm", {}):
         # vLLM ends its processes, and HAL_TRACE's file is written once a second: by one call more.
         time.sleep(1.1)
-        llm.generate(
-            [{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
-        )
+        llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     return {"rounds": rounds, "preempted": counts["preempted"], "classes": llm.apply_model(classes)[0]}
 
 
@@ -104,8 +99,8 @@ def main(jobs: str, results: str) -> None:
             os.environ.update(job["env"])
             hal.reload()
         try:
-            # Jobs of one model and the same settings, one after the other, share an engine.
-            wanted = job["model"], job.get("llm", {})
+            # Jobs of one model, settings and backend, one after the other, share an engine.
+            wanted = job["model"], job.get("llm", {}), job.get("env")
             if engine is None or engine[0] != wanted:
                 engine = None
                 clean()

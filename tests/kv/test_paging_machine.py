@@ -5,6 +5,7 @@ The model knows pages as sets of numbers alone; slots come from the ops, through
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -31,10 +32,7 @@ class Engine(RuleBasedStateMachine):
     backend = "reference"
 
     @initialize(
-        page=st.sampled_from([1, 2, 3, 5, 16]),
-        pages=st.integers(1, 40),
-        wide=st.booleans(),
-        seed=st.integers(0, 9),
+        page=st.sampled_from([1, 2, 3, 5, 16]), pages=st.integers(1, 40), wide=st.booleans(), seed=st.integers(0, 9)
     )
     def start(self, page: int, pages: int, wide: bool, seed: int) -> None:
         self.page, self.pages = page, pages
@@ -135,14 +133,7 @@ class Engine(RuleBasedStateMachine):
         rows = sorted(self.lens)
         out = torch.full((sum(self.lens.values()) + 3,), -7, dtype=torch.int32)
         indptr = torch.empty(len(rows) + 1, dtype=torch.int32)
-        self.op(
-            "build_kv_indices",
-            self.table,
-            self.ints(rows),
-            self.ints([self.lens[r] for r in rows]),
-            indptr,
-            out,
-        )
+        self.op("build_kv_indices", self.table, self.ints(rows), self.ints([self.lens[r] for r in rows]), indptr, out)
         assert out.tolist() == [s for r in rows for s in self.slots[r]] + [-7] * 3
 
 
@@ -152,7 +143,7 @@ def test_no_slot_is_handed_out_twice_and_none_is_lost(backend: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=60 if os.environ.get("CI_ALL") else 20,
             stateful_step_count=50,
             deadline=None,
             database=None,

@@ -31,9 +31,7 @@ def test_its_copies_are_the_transfer(sample: Sample, sort: str | None) -> None:
     execute(spec, spec.make(**sample.params), DirectTarget.of("kv_transfer", by_hand))
 
 
-def _pool(
-    layout: str, slots: int = 64, page: int = 16, layers: int = 3, heads: int = 2, dim: int = 8
-) -> KVPool:
+def _pool(layout: str, slots: int = 64, page: int = 16, layers: int = 3, heads: int = 2, dim: int = 8) -> KVPool:
     pages = slots // page
     shape = {
         "layer_first": (layers, slots, heads, dim), "page_first": (slots, layers, heads, dim),

@@ -23,13 +23,7 @@ KINDS = ("layer_first", "list", "page_first", "page_first_direct", "page_head")
 
 def pool(layout: str, view: str = "plain", page: int = 4, mla: bool = False, dtype: str = "bf16") -> KVPool:
     args = _make(
-        dst=layout,
-        dst_page=page,
-        dst_slots=6 * page,
-        view=view,
-        mla=mla,
-        dtype=dtype,
-        v_head_dim=None if mla else 24,
+        dst=layout, dst_page=page, dst_slots=6 * page, view=view, mla=mla, dtype=dtype, v_head_dim=None if mla else 24
     )
     made: KVPool = args["dst"]
     return made
@@ -56,8 +50,7 @@ def test_bytes_are_where_planes_say(layout: str, view: str, mla: bool, dtype: st
                 page, token = divmod(slot, p.page_size)
                 start = plane.bases[layer] + page * plane.page_stride + token * plane.token_stride
                 got = b"".join(
-                    ctypes.string_at(start + c * plane.chunk_stride, plane.chunk_bytes)
-                    for c in range(plane.chunks)
+                    ctypes.string_at(start + c * plane.chunk_stride, plane.chunk_bytes) for c in range(plane.chunks)
                 )
                 assert got == bytes(flat[slot].contiguous().view(torch.uint8).flatten().tolist())
 
@@ -142,11 +135,7 @@ def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"k": z(2, 8, 4), "layout": "page_head"}, "k", r"\[P, H, page_size, L, D\]"),
         ({"k": z(2, 8, 4, 8)[..., ::2]}, "k", "a contiguous token row"),
         ({"k": z(2, 8, 8, 4)[:, :, ::2]}, "k", "a contiguous token row"),
-        (
-            {"k": z(2, 3, 4, 5, 8)[..., ::2], "layout": "page_head", "page_size": 4},
-            "k",
-            "a contiguous last dim",
-        ),
+        ({"k": z(2, 3, 4, 5, 8)[..., ::2], "layout": "page_head", "page_size": 4}, "k", "a contiguous last dim"),
         ({"k": z(2, 1, 4).expand(2, 8, 4)}, "k", "no two elements in one place"),
         (
             {"k": z(3, 2, 4, 8), "layout": "page_first_direct", "page_size": 3},
@@ -167,10 +156,7 @@ def test_pool_refuses(args: dict[str, Any], argument: str, said: str) -> None:
 
 
 def test_pool_describes_itself() -> None:
-    assert (
-        repr(pool("list"))
-        == "KVPool(k+v, layer_first, layers=3, slots=24, row=2x16, page_size=4, bfloat16@cpu)"
-    )
+    assert repr(pool("list")) == "KVPool(k+v, layer_first, layers=3, slots=24, row=2x16, page_size=4, bfloat16@cpu)"
     assert "KVPool(k, page_first, " in repr(pool("page_first", mla=True))
     empty = KVPool(z(2, 0, 4))
     assert not empty.pinned
@@ -204,9 +190,7 @@ class Allocations(RuleBasedStateMachine):
     def alloc(self, tokens: int) -> None:
         need = -(-tokens // self.page)
         if need > len(self.free):
-            with pytest.raises(
-                hal.HalError, match=f"{tokens} slots asked for, {len(self.free) * self.page} free"
-            ):
+            with pytest.raises(hal.HalError, match=f"{tokens} slots asked for, {len(self.free) * self.page} free"):
                 self.allocator.alloc(tokens)
             return
         lengths = self.runs()

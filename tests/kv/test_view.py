@@ -30,10 +30,7 @@ JOINT_PAGED = torch.zeros(3, 2, 4, 8, dtype=torch.uint8)[:, 1]
 def test_every_slot_is_where_indexing_finds_it(cache: torch.Tensor, row_dims: int, fused: bool) -> None:
     slots, page = view.count_slots(cache, row_dims), view.page_size(cache, row_dims)
     assert slots == cache.shape[: cache.ndim - row_dims].numel()
-    for size, (far, near, head) in (
-        (page, view.strides(cache, row_dims)),
-        view.fuse_pages(cache, row_dims),
-    ):
+    for size, (far, near, head) in ((page, view.strides(cache, row_dims)), view.fuse_pages(cache, row_dims)):
         for slot in range(slots):
             row = cache[slot // page, slot % page] if cache.ndim > row_dims + 1 else cache[slot]
             at = cache.storage_offset() + slot // size * far + slot % size * near

@@ -81,10 +81,7 @@ def test_headroom() -> None:
     assert headroom(torch.tensor([1.0, 2.0]), Want(named, (Candidate(torch.tensor([1, 2])),))) == 0.0
     half = 2.0**-24
     assert (
-        headroom(
-            torch.tensor([1.0, 2.0]),
-            Want(named, (Candidate(truth + half, torch.zeros(2, dtype=torch.float64)),)),
-        )
+        headroom(torch.tensor([1.0, 2.0]), Want(named, (Candidate(truth + half, torch.zeros(2, dtype=torch.float64)),)))
         == 1.0
     )
     off = Want(named, (Candidate(truth, torch.full((2,), 0.5, dtype=torch.float64)),))
@@ -92,8 +89,7 @@ def test_headroom() -> None:
     assert headroom(torch.tensor([torch.inf, 2.0]), exact) == 0.0
     assert (
         headroom(
-            torch.tensor([448.0]).to(torch.float8_e4m3fn),
-            Want(named[:1], (Candidate(truth[:1] * 1e4, truth[:1] * 0),)),
+            torch.tensor([448.0]).to(torch.float8_e4m3fn), Want(named[:1], (Candidate(truth[:1] * 1e4, truth[:1] * 0),))
         )
         == 0.0
     )

@@ -15,12 +15,7 @@ from torch import Tensor
 import hal
 from hal.kv.pool import KVPool
 from hal.ops import BUILTIN, get_spec
-from hal.ops.spec import (
-    FLOATS,
-    OpSpec,
-    PoolArg,
-    TensorArg,
-)
+from hal.ops.spec import FLOATS, OpSpec, PoolArg, TensorArg
 from hal.registry._dispatch import dispatcher
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -73,9 +68,7 @@ def test_bound_checks_go_by_the_key(op: OpSpec, monkeypatch: pytest.MonkeyPatch)
     call(**op.make())
     whole: list[str] = []
     check = OpSpec.check_call
-    monkeypatch.setattr(
-        OpSpec, "check_call", lambda self, values: whole.append(self.name) or check(self, values)
-    )
+    monkeypatch.setattr(OpSpec, "check_call", lambda self, values: whole.append(self.name) or check(self, values))
     call(**op.make(seed=1))
     assert not whole or op.sizes_source() == "True"
     floats = [a for a in op.args.values() if isinstance(a, TensorArg) and a.dtypes == FLOATS]
@@ -136,9 +129,7 @@ def test_stubs_are_the_contracts() -> None:
         stub.args.kw_defaults.pop()
         assert ast.unparse(stub.args) == ast.unparse(reference.args)
         assert ast.unparse(stub.returns) == ast.unparse(reference.returns)
-        assert str(inspect.signature(dispatcher(op.name))).startswith(
-            str(op.signature).rpartition(")")[0].rstrip()
-        )
+        assert str(inspect.signature(dispatcher(op.name))).startswith(str(op.signature).rpartition(")")[0].rstrip())
 
 
 def test_every_argument_is_documented() -> None:

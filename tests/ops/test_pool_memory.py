@@ -37,9 +37,7 @@ def test_copies_of_a_pool_have_addresses_of_their_own(listed: bool) -> None:
     buffer = io.BytesIO()
     torch.save(p, buffer)
     buffer.seek(0)
-    for other in (
-        copy.deepcopy(p), pickle.loads(pickle.dumps(p)), torch.load(buffer, weights_only=False),
-    ):  # fmt: skip
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), torch.load(buffer, weights_only=False)):
         assert other.key == p.key
         assert other.planes()[0].bases != p.planes()[0].bases
         moves(other)

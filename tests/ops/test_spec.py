@@ -20,18 +20,7 @@ from hal.ops._key import KEY_NAMES
 from hal.ops._signature import stride_class
 from hal.ops.proofs.inputs import floats, generator, odd_indices
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import (
-    _LATER,
-    INDEX,
-    OpSpec,
-    Proof,
-    Sample,
-    ScaleArg,
-    Signature,
-    TensorArg,
-    TensorSig,
-    ValueArg,
-)
+from hal.ops.spec import _LATER, INDEX, OpSpec, Proof, Sample, ScaleArg, Signature, TensorArg, TensorSig, ValueArg
 
 pytestmark = pytest.mark.usefixtures("fresh")
 SPECS = [get_spec(name) for name in BUILTIN]
@@ -191,9 +180,7 @@ def test_no_batch_size_in_a_key() -> None:
     assert sizes_of(last, {"bs": 5}) == sizes_of(last, {"bs": 77, "requests": 30, "width": 9})
     assert sizes_of(assign, {"bs": 5}) == sizes_of(assign, {"bs": 77, "requests": 30, "slack": 9})
     assert sizes_of(rope, {"n": 5}) == sizes_of(rope, {"n": 9, "slots": 64, "max_positions": 99})
-    assert sizes_of(rope, {"n": 5, "cache": "paged"}) == sizes_of(
-        rope, {"n": 9, "cache": "paged", "slots": 64}
-    )
+    assert sizes_of(rope, {"n": 5, "cache": "paged"}) == sizes_of(rope, {"n": 9, "cache": "paged", "slots": 64})
     assert sizes_of(rope, {"head_dim": 64}) != sizes_of(rope, {"head_dim": 128})
     assert sizes_of(move, {"n": 5}) == sizes_of(move, {"n": 9, "src_slots": 64, "dst_slots": 64})
     assert sizes_of(move, {"src": "list"}) != sizes_of(move, {"src": "layer_first"})
@@ -232,9 +219,7 @@ def test_two_accelerators_are_an_error() -> None:
         device = torch.device("cuda:1")  # type: ignore[assignment]
 
     odd = args["prefix_lens"].as_subclass(Elsewhere)
-    with pytest.raises(
-        hal.ArgumentError, match="prefix_lens: expected a tensor on meta, like req_pool_indices"
-    ) as e:
+    with pytest.raises(hal.ArgumentError, match="prefix_lens: expected a tensor on meta, like req_pool_indices") as e:
         last.sign({**args, "req_pool_indices": args["req_pool_indices"].to("meta"), "prefix_lens": odd})
     assert e.value.argument == "prefix_lens"
     with pytest.raises(hal.ArgumentError, match="the call's device") as e:
@@ -258,9 +243,7 @@ def made(**change: Any) -> OpSpec:
             "y": TensorArg("b a | c b a", (torch.float32,), optional=True),
             "table": ValueArg((0, 1)),
         },
-        "oracle": lambda a: {
-            "return": Want(torch.ones_like(a["x"], dtype=torch.bool), (Candidate(a["x"] * 2),))
-        },
+        "oracle": lambda a: {"return": Want(torch.ones_like(a["x"], dtype=torch.bool), (Candidate(a["x"] * 2),))},
         "make": lambda seed=0: {"x": torch.ones(2, 3), "y": None, "table": 0},
         "samples": (Sample("one"), Sample("two", tag="feature:more")),
         **change,

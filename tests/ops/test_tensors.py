@@ -52,11 +52,7 @@ def undecided(source: str) -> Iterator[tuple[int, str]]:
 def test_every_allocation_names_device_and_dtype() -> None:
     files = [f for root in ("hal", "backends", "registry") for f in (ROOT / root).rglob("*.py")]
     assert len(files) > 100
-    found = [
-        f"{f.relative_to(ROOT)}:{line}: {call}"
-        for f in files
-        for line, call in undecided(f.read_text("utf-8"))
-    ]
+    found = [f"{f.relative_to(ROOT)}:{line}: {call}" for f in files for line, call in undecided(f.read_text("utf-8"))]
     assert not found, "name device= and dtype= (or use hal._host):\n" + "\n".join(found)
 
 
@@ -70,9 +66,7 @@ def test_every_allocation_names_device_and_dtype() -> None:
 )  # fmt: skip
 def test_the_lint_sees(call: str) -> None:
     assert list(undecided(call))
-    assert not list(
-        undecided("torch.empty(3, dtype=d, device=x.device), torch.empty_like(x), torch.where(a, b, 0)")
-    )
+    assert not list(undecided("torch.empty(3, dtype=d, device=x.device), torch.empty_like(x), torch.where(a, b, 0)"))
 
 
 # --- tensors without memory, and with more than memory ----------------------------------------------
@@ -83,9 +77,7 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, t: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, strides=t.stride(), dtype=t.dtype, device=t.device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,9 +125,7 @@ def test_a_tensor_whose_values_are_not_in_memory_is_refused(op: str) -> None:
                 value = args[name]
                 if not (isinstance(arg, TensorArg) and isinstance(value, Tensor) and value.numel()):
                     continue
-                if kind == "sparse" and (
-                    value.dtype not in (torch.float32, torch.int64) or not value.is_contiguous()
-                ):
+                if kind == "sparse" and (value.dtype not in (torch.float32, torch.int64) or not value.is_contiguous()):
                     continue
                 if kind == "negative" and not value.is_floating_point():
                     continue  # torch refuses to make one
@@ -164,16 +154,11 @@ def test_what_functorch_wraps_is_refused() -> None:
     args = get_spec("get_last_loc").make()
     hal.get_last_loc(**args)
     with pytest.raises(hal.ArgumentError, match="without memory"):
-        torch.vmap(lambda lens: hal.get_last_loc(**{**args, "prefix_lens": lens}))(
-            args["prefix_lens"].repeat(3, 1)
-        )
+        torch.vmap(lambda lens: hal.get_last_loc(**{**args, "prefix_lens": lens}))(args["prefix_lens"].repeat(3, 1))
 
 
 def test_a_pool_without_memory_is_refused() -> None:
-    for odd in (
-        torch.empty(2, 8, 1, 4, dtype=torch.float32, device="meta"),
-        torch._neg_view(torch.zeros(2, 8, 1, 4)),
-    ):
+    for odd in (torch.empty(2, 8, 1, 4, dtype=torch.float32, device="meta"), torch._neg_view(torch.zeros(2, 8, 1, 4))):
         with pytest.raises(hal.ArgumentError, match="k: expected tensors whose values are in memory"):
             KVPool(odd)
     with pytest.raises(hal.ArgumentError, match="resolve_conj"):
@@ -233,9 +218,7 @@ def graded(op: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(arg, PoolArg):
             value.tensors[-1].requires_grad_()
             yield name, args
-        elif (
-            isinstance(arg, TensorArg | ScaleArg) and isinstance(value, Tensor) and value.is_floating_point()
-        ):
+        elif isinstance(arg, TensorArg | ScaleArg) and isinstance(value, Tensor) and value.is_floating_point():
             yield name, {**args, name: value.requires_grad_()}
 
 

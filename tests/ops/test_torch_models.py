@@ -40,17 +40,13 @@ class Model(nn.Module):
         pages = ops.alloc_decode(lens, last, free, 1, slots)
         ops.write_req_to_token(self.table, rows, lens - 1, lens, slots)
         indptr = torch.empty(rows.shape[0] + 1, dtype=torch.int32)
-        indices = ops.build_kv_indices(
-            self.table, rows, lens, indptr, torch.full((256,), -1, dtype=torch.int32)
-        )
+        indices = ops.build_kv_indices(self.table, rows, lens, indptr, torch.full((256,), -1, dtype=torch.int32))
         for i, (qkv, o) in enumerate(zip(self.qkv, self.o, strict=True)):
             parts = qkv(x).view(x.shape[0], -1, self.dim)
             q, k, v = parts.split([self.heads, self.kv, self.kv], dim=1)
             ops.rope_kv_write(q, k, v, self.cos_sin, lens - 1, self.k[i], self.v[i], slots)
             out = torch.empty_like(q) if i else None
-            seen = ops.decode_attention(
-                q, self.k[i], self.v[i], indptr, indices, out, scale=0.25, logit_cap=9.0 * i
-            )
+            seen = ops.decode_attention(q, self.k[i], self.v[i], indptr, indices, out, scale=0.25, logit_cap=9.0 * i)
             x = x + o(seen.flatten(1))
         torch.ops.hal.kv_transfer(
             [self.k], [], "layer_first", 1, False, [self.host], [], "page_first", 1, False, slots, slots
@@ -88,9 +84,7 @@ def model() -> Model:
     "backend",
     [
         "aot_eager",
-        pytest.param(
-            "inductor", marks=pytest.mark.skipif(not COMPILER, reason="inductor needs a C++ compiler")
-        ),
+        pytest.param("inductor", marks=pytest.mark.skipif(not COMPILER, reason="inductor needs a C++ compiler")),
     ],
 )
 def test_compiled_model(model: Model, backend: str) -> None:
@@ -106,19 +100,10 @@ def test_compiled_model(model: Model, backend: str) -> None:
 
 def test_exported_model(model: Model) -> None:
     """As exported, decomposed, and after a way through a file."""
-    x, rows, lens, free = (
-        torch.randn(3, 64),
-        torch.arange(3),
-        torch.ones(3, dtype=torch.int64),
-        torch.arange(3),
-    )
+    x, rows, lens, free = (torch.randn(3, 64), torch.arange(3), torch.ones(3, dtype=torch.int64), torch.arange(3))
     exported = torch.export.export(copy.deepcopy(model), (x, rows, lens, free))
     targets = {str(n.target) for n in exported.graph.nodes}
-    assert {
-        "hal.rope_kv_write.default",
-        "hal.decode_attention.default",
-        "hal.decode_attention.into",
-    } <= targets
+    assert {"hal.rope_kv_write.default", "hal.decode_attention.default", "hal.decode_attention.into"} <= targets
     kept = io.BytesIO()
     torch.export.save(exported, kept)
     kept.seek(0)

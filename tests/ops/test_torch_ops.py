@@ -107,13 +107,9 @@ def test_opcheck(op: str) -> None:
 def test_schema_says_what_is_written(op: str) -> None:
     s = get_spec(op)
     for form in _library.forms(s):
-        func = (
-            getattr(getattr(torch.ops.hal, op), form.overload or "default", None) if hal.torch_ops() else None
-        )
+        func = getattr(getattr(torch.ops.hal, op), form.overload or "default", None) if hal.torch_ops() else None
         assert func is not None
-        written = {
-            a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        }
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         pools = {n for n, a in s.args.items() if isinstance(a, PoolArg)}
         halves = {f"{n}_{x}" for n in pools & set(s.mutated) for x in "kv"}
         assert written == set(s.mutated) - pools - set(form.without) | halves
@@ -131,9 +127,7 @@ def test_same_as_the_dispatched_op_compiled_or_not(op: str) -> None:
         arguments = [s.make(**sample.params) for _ in range(3)]
         calls = (getattr(hal, op), fn, torch.compile(fn, fullgraph=True, backend="aot_eager"))
         found = [call(**a, backend="reference") for call, a in zip(calls, arguments, strict=True)]
-        images = [
-            [image(t) for t in (*tensors(a), *tensors([r]))] for a, r in zip(arguments, found, strict=True)
-        ]
+        images = [[image(t) for t in (*tensors(a), *tensors([r]))] for a, r in zip(arguments, found, strict=True)]
         assert images[1] == images[0], sample.name
         assert images[2] == images[0], sample.name
         if isinstance(s.returns, str) and arguments[0][s.returns] is not None:
@@ -240,9 +234,7 @@ def hal_ops():
 """
 
 
-def own(
-    plugins: Plugins, plugin: str, name: str, type: str = "int", default: str = "2", more: str = ""
-) -> None:
+def own(plugins: Plugins, plugin: str, name: str, type: str = "int", default: str = "2", more: str = "") -> None:
     plugins.add(plugin, OWN.format(name=name, type=type, default=default, more=more))
     plugins.load()
 
@@ -258,9 +250,7 @@ def test_op_of_a_plugin(plugins: Plugins) -> None:
 def test_op_of_a_plugin_that_no_schema_can_say(plugins: Plugins) -> None:
     own(plugins, "acme_two", "lib_odd", type="dict", default="{}")
     ops = hal.torch_ops()
-    with pytest.raises(
-        hal.NoBackendError, match="lib_odd: by is a dict; a schema knows bool, int, float, str and"
-    ):
+    with pytest.raises(hal.NoBackendError, match="lib_odd: by is a dict; a schema knows bool, int, float, str and"):
         _ = ops.lib_odd
     assert callable(ops.get_last_loc)
 

@@ -45,9 +45,7 @@ def test_bind_gives_the_functions_themselves(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("five")
 def test_bind_rules() -> None:
-    with pytest.raises(
-        hal.SelectionError, match=r"several ready implementations: b1, b2, b3, b4, b5; give an example"
-    ):
+    with pytest.raises(hal.SelectionError, match=r"several ready implementations: b1, b2, b3, b4, b5; give an example"):
         hal.bind("cpu")
     like = {"get_last_loc": {"req_to_token": TABLE, "req_pool_indices": ZERO, "prefix_lens": TWO}}
     with pytest.warns(hal.FallbackWarning):
@@ -58,9 +56,7 @@ def test_bind_rules() -> None:
     with pytest.warns(hal.FallbackWarning):
         bound = hal.bind("cpu", like=like)
     assert int(bound.get_last_loc(TABLE, ZERO, TWO)[0]) == 1
-    with pytest.raises(
-        hal.SelectionError, match="kv_write has several ready implementations: b1, b2; give an"
-    ):
+    with pytest.raises(hal.SelectionError, match="kv_write has several ready implementations: b1, b2; give an"):
         _ = bound.kv_write
     with pytest.raises(hal.SelectionError, match="unknown op nothing"):
         hal.bind("cpu", like={"nothing": ()})
@@ -135,9 +131,7 @@ def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lane(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins.add(
-        "acme", manifest("acme", lanes='{"device": ("npu",), "lowered": ("cpu",)}', probe='"acme_kernels:no"')
-    )
+    plugins.add("acme", manifest("acme", lanes='{"device": ("npu",), "lowered": ("cpu",)}', probe='"acme_kernels:no"'))
     plugins.add("dev", manifest("dev"))
     monkeypatch.setenv("HAL_LANE", "lowered")
     plugins.load()
@@ -200,9 +194,7 @@ def test_selecting_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         hal.get_last_loc(*args)  # known
         with (
             hal.use("far"),
-            pytest.raises(
-                hal.BackendError, match="get_last_loc: a call of a new kind while a graph is captured"
-            ),
+            pytest.raises(hal.BackendError, match="get_last_loc: a call of a new kind while a graph is captured"),
         ):
             hal.get_last_loc(*args)
         with pytest.raises(hal.BackendError, match="call the op once before the capture"):
@@ -239,10 +231,7 @@ def get_last_loc(req_to_token, req_pool_indices, prefix_lens): return prefix_len
     hal.warmup("cpu", backend="acme")
     import acme_kernels  # type: ignore[import-not-found]
 
-    assert [
-        (["kv_transfer"], "cpu", {"page": 3}),
-        (list(current().op_names), "cpu", {}),
-    ] == acme_kernels.CALLS
+    assert [(["kv_transfer"], "cpu", {"page": 3}), (list(current().op_names), "cpu", {})] == acme_kernels.CALLS
     assert hal.warmup("cpu", backend="calm") == {}
     with pytest.raises(hal.BackendError, match="bad raised OSError: no compiler"):
         hal.warmup("cpu", backend="bad")

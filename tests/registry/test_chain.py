@@ -45,9 +45,7 @@ def two(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two")
-@pytest.mark.parametrize(
-    "chain", ["a>b", " a > b ", "get_last_loc=a>b", "reference,get_last_loc=a>b", "a>b>reference"]
-)
+@pytest.mark.parametrize("chain", ["a>b", " a > b ", "get_last_loc=a>b", "reference,get_last_loc=a>b", "a>b>reference"])
 def test_the_first_that_can(monkeypatch: pytest.MonkeyPatch, chain: str) -> None:
     assert (last(chain), last(chain, narrow=True)) == (1, 2)
     with hal.use(chain):
@@ -71,18 +69,11 @@ def test_the_first_that_can(monkeypatch: pytest.MonkeyPatch, chain: str) -> None
 @pytest.mark.usefixtures("two")
 def test_strict_at_its_end() -> None:
     hal.register("kv_move", backend="b")(lambda *args: None)
-    with pytest.raises(
-        hal.NoBackendError, match=r"a +rejected +narrow[^\0]*chosen by backend='a' \(strict\)"
-    ):
+    with pytest.raises(hal.NoBackendError, match=r"a +rejected +narrow[^\0]*chosen by backend='a' \(strict\)"):
         last("a", narrow=True)
     with pytest.raises(hal.NoBackendError) as e:
         hal.rope_kv_write(
-            torch.zeros(1, 1, 8),
-            torch.zeros(1, 1, 8),
-            torch.zeros(1, 1, 8),
-            torch.zeros(4, 8),
-            ZERO,
-            backend="a>b",
+            torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.zeros(4, 8), ZERO, backend="a>b"
         )
     lines = str(e.value).splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["a", "unimplemented"], ["b", "unimplemented"]]
@@ -121,9 +112,7 @@ def test_a_backend_that_broke_is_said(plugins: Plugins, monkeypatch: pytest.Monk
     plugins.load()
     for call in (last, lambda: int(hal.bind("cpu").get_last_loc(TABLE, ZERO, TWO)[0])):
         hal.reload()
-        with pytest.warns(
-            hal.FallbackWarning, match="get_last_loc runs on zeta: acme broken: importing .* lost"
-        ):
+        with pytest.warns(hal.FallbackWarning, match="get_last_loc runs on zeta: acme broken: importing .* lost"):
             assert call() == 7
     hal.configure(fallback="error")
     with pytest.raises(hal.NoBackendError, match="HAL_FALLBACK=error forbids going on with zeta"):

@@ -29,15 +29,11 @@ def test_two_distributions_with_one_name(plugins: Plugins) -> None:
         last("acme")
 
 
-def test_metadata_listed_twice_is_one_plugin(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_metadata_listed_twice_is_one_plugin(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plugins.add("acme", manifest("acme"))
     other = tmp_path / "other"
     (other / "hal_acme-1.3.dist-info").mkdir(parents=True)
-    (other / "hal_acme-1.3.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: hal_acme\nVersion: 1.3\n"
-    )
+    (other / "hal_acme-1.3.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: hal_acme\nVersion: 1.3\n")
     (other / "hal_acme-1.3.dist-info" / "entry_points.txt").write_text("[hal.backends]\nacme = acme\n")
     monkeypatch.syspath_prepend(str(other))
     plugins.load()
@@ -72,9 +68,7 @@ def test_entry_point_names_an_object(plugins: Plugins, tmp_path: Path) -> None:
         "class Plugin:\n    @hookimpl\n    def hal_backend(self): return made()\nHolder.inner.plugin = Plugin()\n"
     )
     plugins.add("acme", source)
-    next(tmp_path.glob("*.dist-info/entry_points.txt")).write_text(
-        "[hal.backends]\nacme = acme:Holder.inner.plugin\n"
-    )
+    next(tmp_path.glob("*.dist-info/entry_points.txt")).write_text("[hal.backends]\nacme = acme:Holder.inner.plugin\n")
     plugins.load()
     assert last("acme") == 7
 

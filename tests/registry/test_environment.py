@@ -70,17 +70,13 @@ def test_a_plugin_cannot_set_the_environment(plugins: Plugins, name: str, value:
         source = source.replace("    return", f"    {put}\n    return")
     plugins.add("acme", source)
     plugins.add("good", manifest("good"))
-    with pytest.warns(
-        RuntimeWarning, match=rf"the plugin acme \(hal-acme\) changed {name} while it was loaded"
-    ):
+    with pytest.warns(RuntimeWarning, match=rf"the plugin acme \(hal-acme\) changed {name} while it was loaded"):
         plugins.load()
     before = vars(current())["environment"]
     assert (name in before.given, name in os.environ) == (False, False)
     assert hal.explain("get_last_loc", TABLE, ZERO, TWO).decided_by.startswith("auto")
     hal.configure(checks="args")
-    hal.register("get_last_loc", backend="mine")(
-        lambda req_to_token, req_pool_indices, prefix_lens: prefix_lens
-    )
+    hal.register("get_last_loc", backend="mine")(lambda req_to_token, req_pool_indices, prefix_lens: prefix_lens)
     with pytest.raises(hal.ArgumentError):
         hal.get_last_loc(TABLE, ZERO, "x")
     assert current().lane == "device"
@@ -102,9 +98,7 @@ def test_where_warnings_are_errors_a_plugin_still_stops_nothing(
     assert "OSError: angry" in said
 
 
-def test_the_users_changes_are_seen_by_reload_alone(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_changes_are_seen_by_reload_alone(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.add("acme", manifest("acme"))
     plugins.load()
     monkeypatch.setenv("HAL_BACKEND", "acme")
@@ -127,9 +121,7 @@ def test_a_plugin_cannot_configure(plugins: Plugins) -> None:
 
 
 @pytest.mark.parametrize("text", [",", " , ,"])
-def test_an_allow_list_that_names_nothing(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_an_allow_list_that_names_nothing(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     plugins.add("acme", "raise OSError('must not be imported')")
     monkeypatch.setenv("HAL_PLUGINS", text)
     with pytest.raises(hal.SelectionError, match=r"HAL_PLUGINS=.*names no entry point; .* set it to none"):

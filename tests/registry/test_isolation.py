@@ -83,9 +83,7 @@ def test_observer(plugins: Plugins, fault: str) -> None:
     plugins.add("angry", source)
     plugins.add("good", manifest("good"))
     plugins.load()
-    with pytest.warns(
-        RuntimeWarning, match="observer angry .*: hal_on_bind raised .*; it is not called again"
-    ):
+    with pytest.warns(RuntimeWarning, match="observer angry .*: hal_on_bind raised .*; it is not called again"):
         assert last("good") == 7
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -139,8 +137,7 @@ def test_ctrl_c_is_the_users(plugins: Plugins, place: str) -> None:
     for name in ("probe", "supports"):
         kernels += f"def {name}(*args):\n    {body if place == name else 'pass'}\n"
     source = (
-        manifest("acme", **fields)
-        + f"@hookimpl\ndef hal_on_bind():\n    {body if place == 'observer' else 'pass'}\n"
+        manifest("acme", **fields) + f"@hookimpl\ndef hal_on_bind():\n    {body if place == 'observer' else 'pass'}\n"
     )
     plugins.add("acme", (body if place == "import" else "") + "\n" + source, kernels)
 
@@ -165,8 +162,7 @@ class _Server:
 
 
 @pytest.mark.parametrize(
-    ("handler", "expected"),
-    [(_stop, SystemExit), (_Server().stop, KeyboardInterrupt), (_Server(), OSError)],
+    ("handler", "expected"), [(_stop, SystemExit), (_Server().stop, KeyboardInterrupt), (_Server(), OSError)]
 )
 def test_what_a_signal_handler_raises_goes_on(
     plugins: Plugins, handler: Callable[..., None], expected: type[BaseException]
@@ -181,9 +177,7 @@ def test_what_a_signal_handler_raises_goes_on(
 @pytest.mark.parametrize("then", ["raise", "raise SystemExit(1)", "raise OSError from None", "raise e"])
 def test_ctrl_c_that_a_plugin_handles_on_its_way(plugins: Plugins, then: str) -> None:
     body = INTERRUPT.format(name="SIGINT")
-    kernels = (
-        f"{KERNEL}def probe():\n    try:\n        {body}\n    except KeyboardInterrupt as e:\n        {then}"
-    )
+    kernels = f"{KERNEL}def probe():\n    try:\n        {body}\n    except KeyboardInterrupt as e:\n        {then}"
     plugins.add("acme", manifest("acme", probe='"acme_kernels:probe"'), kernels)
     plugins.load()
     with handled(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):

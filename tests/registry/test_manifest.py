@@ -100,10 +100,7 @@ VALUE = 3
             "its hook hal_backend raised OSError",
         ),
         ("from hal.registry import hookimpl\n@hookimpl\ndef hal_backend(funny): pass", "its hooks raised"),
-        (
-            "from hal.registry import hookimpl\n@hookimpl\ndef hal_ops(): return 7",
-            "it returned 7; expected OpSpecs",
-        ),
+        ("from hal.registry import hookimpl\n@hookimpl\ndef hal_ops(): return 7", "it returned 7; expected OpSpecs"),
     ],
 )
 def test_broken_manifest(plugins: Plugins, source: str, reason: str) -> None:
@@ -168,9 +165,7 @@ def test_broken_kernel(plugins: Plugins, kernels: str, reason: str) -> None:
     ],
 )
 def test_supports(plugins: Plugins, body: str, state: str, reason: str) -> None:
-    kernels = (
-        f"def get_last_loc(req_to_token, req_pool_indices, prefix_lens): pass\ndef supports(sig): {body}"
-    )
+    kernels = f"def get_last_loc(req_to_token, req_pool_indices, prefix_lens): pass\ndef supports(sig): {body}"
     ops = '{"get_last_loc": Impl("acme_kernels:get_last_loc", supports="acme_kernels:supports")}'
     plugins.add("acme", manifest("acme", ops=ops), kernels)
     plugins.load()
@@ -305,9 +300,7 @@ def test_odd_defaults_in_a_signature(plugins: Plugins, default: str) -> None:
 
 def test_a_plugin_object_that_compares_oddly(plugins: Plugins, tmp_path: Path) -> None:
     plugins.add("acme", "import numpy\nPLUGIN = numpy.zeros(3)")
-    (tmp_path / "hal_acme-1.2.dist-info" / "entry_points.txt").write_text(
-        "[hal.backends]\nacme = acme:PLUGIN\n"
-    )
+    (tmp_path / "hal_acme-1.2.dist-info" / "entry_points.txt").write_text("[hal.backends]\nacme = acme:PLUGIN\n")
     plugins.add("good", manifest("good"))
     plugins.load()
     assert entry("acme").state().state == "broken"

@@ -79,9 +79,7 @@ def test_no_op_of_that_name() -> None:
         _ = hal.ops.kv_tranfer
 
 
-@pytest.mark.parametrize(
-    "first", ["from hal.ops.kv_move import SPEC", "import hal; hal.kv_move", "import hal.ops"]
-)
+@pytest.mark.parametrize("first", ["from hal.ops.kv_move import SPEC", "import hal; hal.kv_move", "import hal.ops"])
 def test_an_op_is_its_function_whatever_was_imported_first(first: str) -> None:
     check = (
         "import hal; from hal.ops import kv_move; from hal.ops.kv_move import SPEC; import hal.ops.kv_transfer; "
@@ -143,9 +141,7 @@ def test_observers(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.add("angry", OBSERVER.format(fallback="raise OSError('angry')"))
     plugins.load()
     assert set(current().entries) == {"acme"}
-    with pytest.warns(
-        RuntimeWarning, match="observer angry .*: hal_on_fallback raised OSError: angry"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match="observer angry .*: hal_on_fallback raised OSError: angry") as caught:
         assert last() == 8
     assert len([w for w in caught if w.category is RuntimeWarning]) == 1
     with warnings.catch_warnings():
@@ -184,10 +180,7 @@ def supports(sig): return None if sig["prefix_lens"].dtype.itemsize == 8 else "n
     with pytest.raises(hal.NoBackendError, match="narrow: i64 alone"):
         hal.get_last_loc(TABLE, ZERO, TWO.int(), backend="acme/high")
     told = hal.explain("get_last_loc", TABLE, ZERO, TWO.int(), backend="acme")
-    assert [(v.name, v.state) for v in told.verdicts[:2]] == [
-        ("acme/high", "rejected"),
-        ("acme/low", "chosen"),
-    ]
+    assert [(v.name, v.state) for v in told.verdicts[:2]] == [("acme/high", "rejected"), ("acme/low", "chosen")]
     with pytest.raises(hal.SelectionError, match=r"no implementation acme/hihg \(did you mean acme/high\?\)"):
         last("acme/hihg")
     with pytest.raises(hal.SelectionError, match="several ready implementations: acme/high, acme/low"):
@@ -200,9 +193,7 @@ def supports(sig): return None if sig["prefix_lens"].dtype.itemsize == 8 else "n
     assert [impl.name for impl, _ in rows] == ["high", "low"]
     plugins.add("one", manifest("one"))
     plugins.load()
-    with pytest.raises(
-        hal.SelectionError, match="one has no implementation one/x; known: none with a name of its own"
-    ):
+    with pytest.raises(hal.SelectionError, match="one has no implementation one/x; known: none with a name of its own"):
         last("one/x")
 
 
@@ -211,9 +202,7 @@ def test_register() -> None:
     assert hal.register("get_last_loc", backend="mine")(SEVEN) is SEVEN
     assert hal.register("get_last_loc", backend="mine")(SEVEN) is SEVEN
     assert last("mine") == 7
-    with pytest.raises(
-        hal.SelectionError, match=r"another implementation already; give it a name, or hal.unregister"
-    ):
+    with pytest.raises(hal.SelectionError, match=r"another implementation already; give it a name, or hal.unregister"):
         hal.register("get_last_loc", backend="mine")(EIGHT)
     hal.register("get_last_loc", backend="mine", name="b", priority=3)(EIGHT)
     assert last("mine") == last("mine/b") == 8
@@ -270,9 +259,7 @@ def test_registry_has_no_other_names() -> None:
 
 def test_manifest_without_a_hook_is_a_plain_value() -> None:
     backend = Backend(
-        "x",
-        {"device": ["cpu"]},
-        {"a": Impl("m:f"), "b": [Impl("m:f", name="l"), Impl("m:g", name="h", priority=1)]},
+        "x", {"device": ["cpu"]}, {"a": Impl("m:f"), "b": [Impl("m:f", name="l"), Impl("m:g", name="h", priority=1)]}
     )
     assert [i.name for i in backend.impls("b")] == ["h", "l"]
     assert backend.impls("c") == ()

@@ -147,9 +147,7 @@ def test_advice_keeps_the_rest_of_the_variable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_named_call_wakes_no_other_backend(plugins: Plugins) -> None:
-    plugins.add(
-        "acme", manifest("acme", probe='"acme_kernels:probe"'), "def probe(): raise SystemError('woken')"
-    )
+    plugins.add("acme", manifest("acme", probe='"acme_kernels:probe"'), "def probe(): raise SystemError('woken')")
     plugins.load()
     assert last("reference") == 8
     hal.register("get_last_loc", backend="mine")(constant(3))
@@ -171,9 +169,7 @@ def test_auto_goes_by_priority_then_name() -> None:
 
 
 def test_no_third_party_goes_before_a_built_in(plugins: Plugins) -> None:
-    plugins.add(
-        "acme", manifest("acme", ops='{"get_last_loc": Impl("acme_kernels:get_last_loc", priority=99)}')
-    )
+    plugins.add("acme", manifest("acme", ops='{"get_last_loc": Impl("acme_kernels:get_last_loc", priority=99)}'))
     plugins.load()
     order = [c.title for c in _select.candidates(current(), "get_last_loc", "auto", "cpu")]
     assert order == ["cpu", "acme"]
@@ -191,9 +187,7 @@ def test_downgrade_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert last() == 1
-    with pytest.warns(
-        hal.FallbackWarning, match="get_last_loc runs on b: a rejected: narrow: i64 alone"
-    ) as caught:
+    with pytest.warns(hal.FallbackWarning, match="get_last_loc runs on b: a rejected: narrow: i64 alone") as caught:
         assert last(width=torch.int32) == 2
     assert len(caught) == 1
     assert caught[0].filename == last.__code__.co_filename
@@ -225,9 +219,7 @@ def test_ending_at_the_reference_is_a_downgrade(monkeypatch: pytest.MonkeyPatch)
         hal.bind("cpu")
 
 
-def test_absent_is_no_downgrade_but_the_last_resort_names_it(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_is_no_downgrade_but_the_last_resort_names_it(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_PLUGINS", "acme")
     plugins.add("acme", manifest("acme", requires='("acme_rt",)'))
     plugins.load()
@@ -249,22 +241,17 @@ def test_absent_is_no_downgrade_but_the_last_resort_names_it(
         )
 
 
-def test_broken_is_a_downgrade_if_it_would_have_come_first(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_is_a_downgrade_if_it_would_have_come_first(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_PLUGINS", "acme,mmm,zeta")
     plugins.add("acme", manifest("acme"), "raise OSError('lost')")
     plugins.add("mmm", manifest("mmm"))
-    plugins.add(
-        "zeta", manifest("zeta", probe='"zeta_kernels:probe"'), "def probe(): raise OSError('behind')"
-    )
+    plugins.add("zeta", manifest("zeta", probe='"zeta_kernels:probe"'), "def probe(): raise OSError('behind')")
     plugins.load()
     with pytest.warns(hal.FallbackWarning) as caught:
         assert last() == 7
     (one,) = caught
-    assert (
-        "get_last_loc runs on mmm: acme broken: importing acme_kernels:get_last_loc raised OSError: lost"
-        in str(one.message)
+    assert "get_last_loc runs on mmm: acme broken: importing acme_kernels:get_last_loc raised OSError: lost" in str(
+        one.message
     )
     plugins.load()
     with pytest.warns(hal.FallbackWarning, match="acme broken"):
@@ -278,8 +265,7 @@ def test_plugin_without_a_manifest_is_named_at_the_last_resort(
     plugins.add("acme", "raise OSError('lost')")
     plugins.load()
     with pytest.warns(
-        hal.FallbackWarning,
-        match="get_last_loc runs on reference: acme broken: importing acme raised OSError",
+        hal.FallbackWarning, match="get_last_loc runs on reference: acme broken: importing acme raised OSError"
     ):
         assert last() == 8
 
@@ -291,12 +277,7 @@ def test_plugin_without_a_manifest_is_named_at_the_last_resort(
 def test_explain() -> None:
     told = hal.explain("get_last_loc", TABLE, ZERO, prefix_lens=TWO, backend="b2")
     assert told.chosen is not None
-    assert (told.op, told.chosen.name, told.strict, told.decided_by) == (
-        "get_last_loc",
-        "b2",
-        True,
-        "backend='b2'",
-    )
+    assert (told.op, told.chosen.name, told.strict, told.decided_by) == ("get_last_loc", "b2", True, "backend='b2'")
     assert (
         "hal: get_last_loc(req_to_token=i32[1,2]@cpu, req_pool_indices=i64[1]@cpu, prefix_lens=i64[1]@cpu) runs on b2"
         in str(told)

@@ -71,9 +71,7 @@ def spread(ops: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]
         def one(op: str) -> list[dict[str, Any]]:
             file = Path(folder, op)
             command = [sys.executable, "-m", "sabotage", "--device", args.device, "--only", args.only]
-            done = subprocess.run(
-                [*command, "--op", op, "--json", file], capture_output=True, text=True, check=False
-            )
+            done = subprocess.run([*command, "--op", op, "--json", file], capture_output=True, text=True, check=False)
             print(done.stdout.partition("\nkill score")[0], end="", flush=True)
             if not file.exists():
                 print(done.stderr, file=sys.stderr)

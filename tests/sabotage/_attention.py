@@ -43,11 +43,7 @@ def ranged(see: Callable[[dict[str, Any], Any, Any, Any, Any], tuple[Any, Any]])
             found = found.to(a["q"].dtype)
             if a["lse"] is not None:
                 a["lse"].copy_(torch.where(owned.view(-1, 1), sums, a["lse"]))
-            return (
-                found
-                if a["out"] is None
-                else a["out"].copy_(torch.where(owned.view(-1, 1, 1), found, a["out"]))
-            )
+            return found if a["out"] is None else a["out"].copy_(torch.where(owned.view(-1, 1, 1), found, a["out"]))
 
         return run
 

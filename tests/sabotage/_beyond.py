@@ -123,9 +123,7 @@ def writes_to_its_result_half_a_second_later(good: Any) -> Any:
     return run
 
 
-@fault(
-    ROPE, r"right when the call returned, and 1 s later no more: k_cache: \d bytes written outside", "later"
-)
+@fault(ROPE, r"right when the call returned, and 1 s later no more: k_cache: \d bytes written outside", "later")
 def writes_past_the_cache_half_a_second_later(good: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         good(*args, **kwargs)

@@ -234,11 +234,7 @@ def negative_length_shifts_what_follows(good: Any) -> Any:
     def run(req_to_token: Any, req_pool_indices: Any, start_offsets: Any, end_offsets: Any, out: Any) -> Any:
         odd = (end_offsets < start_offsets) & (start_offsets < 2**20)
         return good(
-            req_to_token,
-            req_pool_indices,
-            start_offsets,
-            torch.where(odd, start_offsets + 1, end_offsets),
-            out,
+            req_to_token, req_pool_indices, start_offsets, torch.where(odd, start_offsets + 1, end_offsets), out
         )
 
     return run

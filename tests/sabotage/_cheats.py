@@ -25,9 +25,7 @@ def get_last_loc(req_to_token, req_pool_indices, prefix_lens):
 """
 
 
-def cheat(
-    message: str, manifest: str = "", kernels: str = ""
-) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def cheat(message: str, manifest: str = "", kernels: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Declares a plugin of a wrong get_last_loc: code that its manifest runs when it is loaded, and its kernels,
     code that they run at their first import."""
 
@@ -37,9 +35,7 @@ def cheat(
             "manifest": dedent(manifest) + MANIFEST.format(name=named.__name__, op=OP),
             "kernels": WRONG + dedent(kernels),
         }
-        FAULTS.append(
-            Fault(name.replace("-", " "), OP, lambda: healthy(OP), message, device=("cpu",), plugin=files)
-        )
+        FAULTS.append(Fault(name.replace("-", " "), OP, lambda: healthy(OP), message, device=("cpu",), plugin=files))
         return named
 
     return add

@@ -25,9 +25,7 @@ def copy_of(op: str) -> Callable[..., Any]:
     return copy
 
 
-UNORDERED = {
-    "kv_move", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+UNORDERED = {"kv_move", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "write_req_to_token"}
 """On a GPU torch's own index_put leaves it open which of equal places wins."""
 
 
@@ -88,5 +86,38 @@ def fault(
     return add
 
 
-def only(arguments: Mapping[str, Any], **change: Any) -> dict[str, Any]:
-    return {**arguments, **change}
+def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
+    """A fault that changes the arguments of a healthy call: ``change(arguments)``."""
+
+    def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
+        def make(good: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                a = get_spec(op).bind(*args, **kwargs)
+                change(a)
+                return good(**a)
+
+            return run
+
+        make.__name__ = change.__name__
+        return fault(op, message, *proofs, **options)(make)
+
+    return add
+
+
+def spoiling(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
+    """A fault that does something after a healthy call: ``spoil(arguments, result)``, whose result, if any, counts."""
+
+    def add(spoil: Callable[[dict[str, Any], Any], Any]) -> Callable[..., Any]:
+        def make(good: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                a = get_spec(op).bind(*args, **kwargs)
+                found = good(**a)
+                other = spoil(a, found)
+                return found if other is None else other
+
+            return run
+
+        make.__name__ = spoil.__name__
+        return fault(op, message, *proofs, **options)(make)
+
+    return add

@@ -10,28 +10,10 @@ import torch
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
 from hal.ops._torch import store_rows
-from sabotage._healthy import fault
+from sabotage._healthy import changing, fault, spoiling
 from sabotage._transfer import halves
 
 MLA, MLA_ROPE, NORM, MOVE = "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move"
-
-
-def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
-    """A fault that changes the arguments of a healthy call: ``change(arguments)``."""
-
-    def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
-        def make(good: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                a = get_spec(op).bind(*args, **kwargs)
-                change(a)
-                return good(**a)
-
-            return run
-
-        make.__name__ = change.__name__
-        return fault(op, message, *proofs, **options)(make)
-
-    return add
 
 
 def undoing(op: str, message: str, part: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -212,15 +194,10 @@ def gathered_in_blocks_of_256_pairs(good: Any) -> Any:
     return run
 
 
-@fault(MOVE, r"pool\.v.*(never written|expected)")
-def v_does_not_move(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        pool = a["pool"]
-        a["pool"] = KVPool(pool.k, None, layout=pool.layout, page_size=pool.page_size)
-        good(**a)
-
-    return run
+@changing(MOVE, r"pool\.v.*(never written|expected)")
+def v_does_not_move(a: dict[str, Any]) -> None:
+    pool = a["pool"]
+    a["pool"] = KVPool(pool.k, None, layout=pool.layout, page_size=pool.page_size)
 
 
 @changing(MOVE, r"pool\.k.*changed, though the contract does not name it")
@@ -228,45 +205,30 @@ def moves_in_all_layers(a: dict[str, Any]) -> None:
     a["layers"] = None
 
 
-@fault(MOVE, r"pool\.k.*expected|pool\.k.*changed")
-def a_pair_without_a_source_clears_its_target(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        good(**a)
-        pool = a["pool"]
-        if pool.layout != "layer_first" or isinstance(pool.k, tuple):
-            return
-        d = a["dst_slots"]
-        none = (a["src_slots"] < 0) & (d >= 0) & (d < pool.num_slots)
-        for half in halves(pool):
-            for layer in half:
-                store_rows(layer, d, none, torch.zeros_like(layer[:1]).expand(d.shape[0], *layer.shape[1:]))
-
-    return run
+@spoiling(MOVE, r"pool\.k.*expected|pool\.k.*changed")
+def a_pair_without_a_source_clears_its_target(a: dict[str, Any], found: Any) -> None:
+    pool = a["pool"]
+    if pool.layout != "layer_first" or isinstance(pool.k, tuple):
+        return
+    d = a["dst_slots"]
+    none = (a["src_slots"] < 0) & (d >= 0) & (d < pool.num_slots)
+    for half in halves(pool):
+        for layer in half:
+            store_rows(layer, d, none, torch.zeros_like(layer[:1]).expand(d.shape[0], *layer.shape[1:]))
 
 
-@fault(MOVE, r"workspace: \d+ bytes written outside the tensor")
-def the_workspace_is_taken_to_hold_all_layers(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        good(**a)
-        work, pool = a["workspace"], a["pool"]
-        need = a["src_slots"].shape[0] * pool.planes()[0].row_bytes * pool.num_layers
-        if 0 < work.shape[0] < need:
-            # One byte past the end is enough to be seen, and harms nobody.
-            torch.as_strided(work, (1,), (1,), work.storage_offset() + work.shape[0]).fill_(0x33)
-
-    return run
+@spoiling(MOVE, r"workspace: \d+ bytes written outside the tensor")
+def the_workspace_is_taken_to_hold_all_layers(a: dict[str, Any], found: Any) -> None:
+    work, pool = a["workspace"], a["pool"]
+    need = a["src_slots"].shape[0] * pool.planes()[0].row_bytes * pool.num_layers
+    if 0 < work.shape[0] < need:
+        # One byte past the end is enough to be seen, and harms nobody.
+        torch.as_strided(work, (1,), (1,), work.storage_offset() + work.shape[0]).fill_(0x33)
 
 
-@fault(MOVE, r"src_slots\[\d+\]: changed")
-def sorts_the_pairs_in_place(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        good(**a)
-        a["src_slots"].copy_(a["src_slots"].sort().values)
-
-    return run
+@spoiling(MOVE, r"src_slots\[\d+\]: changed")
+def sorts_the_pairs_in_place(a: dict[str, Any], found: Any) -> None:
+    a["src_slots"].copy_(a["src_slots"].sort().values)
 
 
 @fault(MOVE, r"pool\.k.*(never written|expected)")

@@ -16,9 +16,5 @@ for _fault in faults():
         # The registry compares signatures; the suite sees the function that was declared.
         _run.__signature__ = hal.registry.current().spec(_fault.op).signature  # type: ignore[attr-defined]
         hal.register(
-            _fault.op,
-            backend=backend_of(_fault),
-            supports=_bound.supports,
-            graph_safe=True,
-            deterministic=True,
+            _fault.op, backend=backend_of(_fault), supports=_bound.supports, graph_safe=True, deterministic=True
         )(_run)

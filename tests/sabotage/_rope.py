@@ -14,9 +14,7 @@ from sabotage._healthy import fault
 ROPE = "rope_kv_write"
 
 
-def changed(
-    change: Callable[[dict[str, Any]], Any], after: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
+def changed(change: Callable[[dict[str, Any]], Any], after: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """make: the healthy op with its arguments changed before, or with something done after."""
 
     def make(good: Any) -> Any:
@@ -173,10 +171,7 @@ def fp8_from_the_rounded_k(good: Any) -> Any:
         own = a["k"] if a["write_k"] else a["k"].clone()
         good(a["q"], own, None, a["cos_sin_cache"], a["positions"], interleaved=a["interleaved"])
         still = torch.cat(
-            [
-                torch.ones_like(a["cos_sin_cache"]).chunk(2, 1)[0],
-                torch.zeros_like(a["cos_sin_cache"]).chunk(2, 1)[0],
-            ],
+            [torch.ones_like(a["cos_sin_cache"]).chunk(2, 1)[0], torch.zeros_like(a["cos_sin_cache"]).chunk(2, 1)[0]],
             dim=1,
         )
         good(**{**a, "q": a["q"].clone(), "k": own.clone(), "cos_sin_cache": still})
@@ -218,11 +213,7 @@ def _last_row(a: dict[str, Any]) -> None:
         a["slots"] = torch.where(a["slots"] == -1, size_of(a["k_cache"]) - 1, a["slots"])
 
 
-simple(
-    "minus_one_written_to_the_last_row",
-    r"k_cache\[.*changed, though the contract does not name it",
-    _last_row,
-)
+simple("minus_one_written_to_the_last_row", r"k_cache\[.*changed, though the contract does not name it", _last_row)
 
 
 def _wrap_around(a: dict[str, Any]) -> None:
@@ -280,9 +271,7 @@ def _sort_slots(a: dict[str, Any], kept: Any) -> None:
 simple("sorts_the_slots_in_place", r"slots\[.*changed", lambda a: None, _sort_slots)
 
 
-simple(
-    "write_k_ignored", r"k\[.*changed, though the contract does not name it", lambda a: a.update(write_k=True)
-)
+simple("write_k_ignored", r"k\[.*changed, though the contract does not name it", lambda a: a.update(write_k=True))
 
 
 @fault(ROPE, r"nondeterministic, though declared deterministic", "determinism")

@@ -82,17 +82,13 @@ def kill(fault: Fault, device: str = "cpu") -> Kill:
 def _kill_in_worker(fault: Fault, done: Any) -> Kill:
     # One case is enough for what ends a process, and each costs a process.
     cases = list(candidates(fault))[:1]
-    outcome = run_backend(
-        backend_of(fault), "device", [fault.op], cases, imports=["sabotage._plugin"], silence=SILENCE
-    )  # fmt: skip
+    outcome = run_backend(backend_of(fault), "device", [fault.op], cases, imports=["sabotage._plugin"], silence=SILENCE)
     if outcome.fatal:
         return done("survived", message=outcome.fatal)
     for result in outcome.results.values():
         if result.outcome == FAILED and re.search(fault.message, result.reason):
             return done("killed", result.id, result.reason)
-    return done(
-        "survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values())
-    )
+    return done("survived", message="; ".join(f"{r.id} {r.outcome}: {r.reason}" for r in outcome.results.values()))
 
 
 def install(folder: Path, name: str, sources: Mapping[str, str]) -> None:

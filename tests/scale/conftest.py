@@ -21,9 +21,7 @@ def tcp() -> Iterator[None]:
         for name, value in link_peer.ENVIRONMENT.items():
             patch.setenv(name, value)
         # What the server of forks imports beforehand is found by it alone.
-        patch.setenv(
-            "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        )
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
         hal.reload()
         yield
     hal.reload()

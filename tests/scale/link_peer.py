@@ -21,9 +21,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def pool(
-    layout: str = "layer_first", page: int = 4, heads: int = 2, slots: int = 64, **given: Any
-) -> hal.KVPool:
+def pool(layout: str = "layer_first", page: int = 4, heads: int = 2, slots: int = 64, **given: Any) -> hal.KVPool:
     """A small pool, zeros; `seed`: rows that say whose they are."""
     shape = {
         "layer_first": (3, slots, heads, 8), "page_first": (slots, 3, heads, 8),
@@ -171,9 +169,7 @@ def remote_of(link: Link, remote: Remote) -> Any:
 
 def rows(of: hal.KVPool, slots: list[int]) -> torch.Tensor:
     """``[layers, 2, n, H, D]``, whatever the layout."""
-    halves = [
-        [t.reshape(-1, *t.shape[-2:]) for t in of.layer(i) if t is not None] for i in range(of.num_layers)
-    ]
+    halves = [[t.reshape(-1, *t.shape[-2:]) for t in of.layer(i) if t is not None] for i in range(of.num_layers)]
     return torch.stack([torch.stack([t[slots] for t in pair]) for pair in halves])
 
 

@@ -1,4 +1,4 @@
-"""What the engines of this folder are asked, and who answered."""
+"""What engines are asked, and who answered."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import torch
 def prompts(lengths: tuple[int, ...] = (3, 14, 1, 22, 9, 17, 5, 40), seed: int = 0) -> list[list[int]]:
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(1, 199, (n,), generator=g).tolist() for n in lengths]
+
+
+def shared_prefix() -> list[list[list[int]]]:
+    """Two rounds: a prompt of 96 tokens, then eight that begin with it."""
+    (prefix,) = prompts((96,), seed=5)
+    return [[prefix], [prefix + p for p in prompts(seed=6)]]
 
 
 def evicted() -> list[list[list[int]]]:

@@ -53,9 +53,7 @@ def _engine(pipe: Connection, make: Any, answer: Any, settings: dict[str, Any], 
         pipe.send({"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()})
 
 
-def main(
-    make: Callable[[dict[str, Any]], Any], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]
-) -> None:
+def main(make: Callable[[dict[str, Any]], Any], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
     """`make` makes an engine of settings, `answer` is what it says when it is asked; both in a process of their own."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines write to stdout too

@@ -37,10 +37,7 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         outs = engine.generate(input_ids=asked["prompts"], sampling_params=sampling, **rooms)
     except (ValueError, HTTPException) as e:  # what SGLang raises where a request was aborted
         return {"aborted": str(e)}
-    return {
-        "tokens": [o["output_ids"] for o in outs],
-        "finish": [o["meta_info"]["finish_reason"] for o in outs],
-    }
+    return {"tokens": [o["output_ids"] for o in outs], "finish": [o["meta_info"]["finish_reason"] for o in outs]}
 
 
 if __name__ == "__main__":

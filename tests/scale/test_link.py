@@ -30,10 +30,7 @@ pytestmark = pytest.mark.usefixtures("tcp")
     ],
 )
 def test_layouts_and_page_sizes_differ(start: Any, src: Any, dst: Any, dtype: str) -> None:
-    a, b = (
-        start(layout=src[0], page=src[1], dtype=dtype, seed=1),
-        start(layout=dst[0], page=dst[1], dtype=dtype),
-    )
+    a, b = (start(layout=src[0], page=src[1], dtype=dtype, seed=1), start(layout=dst[0], page=dst[1], dtype=dtype))
     peer = meet(a, b)
     wait(a.send(peer, "r", torch.tensor(SLOTS)), b.receive("r", torch.tensor(TO, dtype=torch.int32)))
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.pool.dtype.itemsize]

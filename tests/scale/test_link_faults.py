@@ -29,9 +29,7 @@ def test_the_sender_dies_while_it_sends(start: Any) -> None:
     received = here.receive("r", torch.tensor(TO))
     there.tell("begin", "send", "r", SLOTS)
     until(here, lambda: bool(here.wire.pool.tensors[0].any()))
-    with pytest.raises(
-        LinkError, match=r"the peer 127\S+ is gone: .*; request r, 11 tokens, was not complete"
-    ):
+    with pytest.raises(LinkError, match=r"the peer 127\S+ is gone: .*; request r, 11 tokens, was not complete"):
         wait(received)
     there.process.join(60)
     assert there.process.exitcode == -signal.SIGKILL
@@ -101,10 +99,7 @@ def test_the_connection_is_refused(start: Any) -> None:
 def test_what_differs_is_refused_on_both_sides(start: Any, changed: Any, why: str) -> None:
     a, b = start(), start(**changed)
     peer = a.connect(b.address)
-    (theirs,), (mine,) = (
-        changed.values(),
-        [{"dtype": "float32", "model": "m", "page_size": 4}[n] for n in changed],
-    )
+    (theirs,), (mine,) = (changed.values(), [{"dtype": "float32", "model": "m", "page_size": 4}[n] for n in changed])
     with pytest.raises(LinkError, match="was refused: " + why.format(theirs, mine)):
         b.accept()
     with pytest.raises(LinkError, match="was refused: " + why.format(mine, theirs)):
@@ -123,9 +118,7 @@ def test_another_version_is_refused_on_both_sides(start: Any, monkeypatch: pytes
         wait(peer)
 
 
-@pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b'\0\0\0\x10{"kind":"offer"}'[:20]]
-)
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b'\0\0\0\x10{"kind":"offer"}'[:20]])
 def test_who_is_no_link_is_dropped(start: Any, said: bytes) -> None:
     link = start()
     host, _, port = link.address.rpartition(":")
@@ -141,9 +134,7 @@ def test_the_receivers_staging_is_full(start: Any) -> None:
     peer = meet(a, b)
     first = b.receive("r1", torch.tensor(TO))
     second = a.send(peer, "r2", torch.tensor(SLOTS))
-    with pytest.raises(
-        LinkFull, match="request r2: the staging memory is full: 11 tokens asked for, 0 of 12 free"
-    ):
+    with pytest.raises(LinkFull, match="request r2: the staging memory is full: 11 tokens asked for, 0 of 12 free"):
         b.receive("r2", torch.tensor(TO))
     with pytest.raises(LinkError, match="request r2: the staging memory is full"):
         wait(second)
@@ -158,9 +149,7 @@ def test_the_senders_staging_is_full(start: Any) -> None:
     a, b = start(seed=1, staging=8), start()
     peer = meet(a, b)
     received = b.receive("r", torch.tensor(TO))
-    with pytest.raises(
-        LinkFull, match="request r: the staging memory is full: 11 tokens asked for, 8 of 8 free"
-    ):
+    with pytest.raises(LinkFull, match="request r: the staging memory is full: 11 tokens asked for, 8 of 8 free"):
         a.send(peer, "r", torch.tensor(SLOTS))
     with pytest.raises(LinkError, match="request r: the staging memory is full"):
         wait(received)
@@ -207,9 +196,7 @@ def test_the_same_request_twice(start: Any) -> None:
     peer = meet(a, b)
     moves = a.send(peer, "r", torch.tensor(SLOTS)), b.receive("r", torch.tensor(TO))
     for _ in range(2):  # while it is under way, and afterwards
-        with pytest.raises(
-            LinkError, match=r"request r was sent to Peer\(.*\) already: a request is moved once"
-        ):
+        with pytest.raises(LinkError, match=r"request r was sent to Peer\(.*\) already: a request is moved once"):
             a.send(peer, "r", torch.tensor(SLOTS))
         with pytest.raises(LinkError, match="request r was received already: a request is moved once"):
             b.receive("r", torch.tensor(TO))
@@ -238,9 +225,7 @@ def test_lengths_differ(start: Any) -> None:
 def test_a_head_that_nobody_holds(start: Any) -> None:
     a, b = start(seed=1, heads=range(2), total_heads=4, rows=2), start(heads=range(4), total_heads=4, rows=4)
     sent = a.send(meet(a, b), "r", torch.tensor(SLOTS))
-    with pytest.raises(
-        LinkError, match=r"request r: no peer holds head 2; this link's are 0 to 4, peers: Peer\("
-    ):
+    with pytest.raises(LinkError, match=r"request r: no peer holds head 2; this link's are 0 to 4, peers: Peer\("):
         b.receive("r", torch.tensor(TO))
     with pytest.raises(LinkError, match="no peer holds head 2"):
         wait(sent)
@@ -253,9 +238,7 @@ def test_a_cancelled_request_frees_what_it_held(start: Any, by: str) -> None:
     peer = meet(a, b)
     sent, received = a.send(peer, "r", torch.tensor(SLOTS)), b.receive("r", torch.tensor(TO))
     a.cancel(sent, "no more") if by == "sender" else b.cancel(received, "no more")
-    until(
-        b, lambda: a.poll() == [] and sent.ended and received.ended and b.staging_free == a.staging_free == 64
-    )
+    until(b, lambda: a.poll() == [] and sent.ended and received.ended and b.staging_free == a.staging_free == 64)
     assert "no more" in str(sent.error)
     assert "no more" in str(received.error)
     assert untouched(b)

@@ -44,7 +44,7 @@ def caches() -> CanonicalKVCaches:
     tensors = [
         CanonicalKVCacheTensor(torch.randint(-128, 127, (BLOCKS, n), generator=g, dtype=torch.int8, device="cpu"), n)
         for n in SIZES
-    ]  # fmt: skip
+    ]
     return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, SIZES[i]) for i in group] for group in GROUPS])
 
 
@@ -219,9 +219,7 @@ def test_shutting_down_frees_the_host_pool() -> None:
 
 
 def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        EngineError, match=r"cpu_bytes_to_use=351 holds no chunk: one takes 352 bytes, 1 blocks"
-    ):
+    with pytest.raises(EngineError, match=r"cpu_bytes_to_use=351 holds no chunk: one takes 352 bytes, 1 blocks"):
         spec(extra_config={"spec_name": "HalOffloadingSpec", "cpu_bytes_to_use": 351})
     with pytest.raises(EngineError, match="canonical_layout"):
         spec(canonical_layout=True)

@@ -92,11 +92,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     for name, job in made.items():
         job["name"] = name
-        job["env"] = {
-            "HAL_TRACE": str(folder() / f"{name}.jsonl"),
-            "HAL_BACKEND": "cpu",
-            **job.get("env", {}),
-        }
+        job["env"] = {"HAL_TRACE": str(folder() / f"{name}.jsonl"), "HAL_BACKEND": "cpu", **job.get("env", {})}
     return made
 
 
@@ -119,9 +115,8 @@ def started() -> subprocess.Popen[bytes]:
     }  # fmt: skip
     with (path / "log.txt").open("w") as out:
         found = subprocess.Popen(
-            [sys.executable, WORKER, path / "jobs.json", path / "results.json"],
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
+            [sys.executable, WORKER, path / "jobs.json", path / "results.json"], env=environment, stdout=out, stderr=out
+        )
     atexit.register(found.kill)
     return found
 

@@ -41,9 +41,7 @@ def hard() -> torch.Tensor:
     exact = exact[exact.isfinite()].unique()
     middle = (exact[1:].double() + exact[:-1].double()).div(2).float()
     near = torch.cat([exact, middle])
-    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(
-        torch.int32
-    )
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     odd = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-45])
     payloads = torch.tensor([0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     up, down = (torch.nextafter(near, torch.tensor(s * torch.inf)) for s in (1, -1))
@@ -92,9 +90,7 @@ def test_a_vector_rounds_as_an_element_does(kind: str, lanes: int) -> None:
     cos, sin = torch.ones(lanes), torch.zeros(lanes)
     for interleaved in (False, True):
         out = torch.empty(x.shape, dtype=dtype)
-        turn(kind)(
-            x.shape[0], lanes, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), interleaved
-        )
+        turn(kind)(x.shape[0], lanes, x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), interleaved)
         got, want = out.flatten(), x.flatten().to(dtype)
         zero = want == 0  # -0 + 0 is 0
         _same(got[~zero], want[~zero])

@@ -244,9 +244,7 @@ def test_the_users_own_group() -> None:
 
     user = pwd.getpwuid(os.getuid())
     own = grp.getgrgid(user.pw_gid)
-    assert _private(user.pw_gid, os.getuid()) == (
-        own.gr_name == user.pw_name and set(own.gr_mem) <= {user.pw_name}
-    )
+    assert _private(user.pw_gid, os.getuid()) == (own.gr_name == user.pw_name and set(own.gr_mem) <= {user.pw_name})
     others = [g.gr_gid for g in grp.getgrall() if g.gr_name != user.pw_name]
     assert others
     assert not any(_private(g, os.getuid()) for g in others)

@@ -37,12 +37,7 @@ def _child(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     roots = [str(Path(__file__).parents[1]), str(Path(hal.__file__).parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
     return subprocess.run(
-        [sys.executable, "-c", script, *args],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=env,
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=600, check=False, env=env
     )
 
 

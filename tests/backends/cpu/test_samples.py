@@ -71,9 +71,7 @@ def test_equal_bits_in_cache_and_k_for_every_dtype() -> None:
 
 def test_fp8_of_a_bf16_k_comes_from_the_unrounded_value() -> None:
     # 1.0625 is halfway between two e4m3 numbers, and 1.0625 + 2^-12 rounds to it in bf16: rounding twice gives 1.0.
-    a = get_spec("rope_kv_write").make(
-        n=1, q_heads=1, kv_heads=1, head_dim=2, cache_dtype="e4m3", max_positions=1
-    )
+    a = get_spec("rope_kv_write").make(n=1, q_heads=1, kv_heads=1, head_dim=2, cache_dtype="e4m3", max_positions=1)
     a["k"][:] = torch.tensor([1.0, 2.0**-12], dtype=torch.bfloat16)
     a["cos_sin_cache"][:] = torch.tensor([1.0625, -1.0])
     ours("rope_kv_write")(**a)

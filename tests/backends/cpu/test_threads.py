@@ -216,9 +216,7 @@ def test_a_helper_needs_no_gil() -> None:
 
         def hold() -> None:
             about_to.set()
-            ctypes.PyDLL(None).usleep(
-                1_000_000
-            )  # a call that keeps the GIL; far longer than the kernel waits
+            ctypes.PyDLL(None).usleep(1_000_000)  # a call that keeps the GIL; far longer than the kernel waits
 
         holder = threading.Thread(target=hold)
         holder.start()
@@ -250,9 +248,7 @@ def test_without_files_or_threads_the_caller_does_it_all(monkeypatch: pytest.Mon
     with monkeypatch.context() as m:
         m.setattr(pool.os, "pipe", none)
         assert _count(expected=1) == ({1}, 1)
-    monkeypatch.setattr(
-        threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread"))
-    )
+    monkeypatch.setattr(threading.Thread, "start", lambda self: _raise(RuntimeError("can't start new thread")))
     assert _count(expected=1) == ({1}, 1)
 
 
@@ -340,7 +336,5 @@ for _ in range(20):
     rope_kv_write(**a)
 """
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600
-        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
         assert (done.returncode, done.stderr) == (0, "")

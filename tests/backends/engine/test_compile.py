@@ -58,9 +58,7 @@ def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page
     k, v = (torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     indptr, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     with inspect.record(90) as calls:
-        decode_by_blocks(
-            q, k, v, indptr, table.view(-1), table, torch.empty_like(q), scale=0.1, by_page=by_page
-        )()
+        decode_by_blocks(q, k, v, indptr, table.view(-1), table, torch.empty_like(q), scale=0.1, by_page=by_page)()
         decode_attention(q, k, v, indptr, table.view(-1), torch.empty_like(q), scale=0.1)
     ours, usual = (inspect.compile_call(calls[i], 90).asm for i in (2, 4))
     copies = "async_copy_global_to_local"
