@@ -49,8 +49,8 @@ def _shapes(shapes: list[tuple[int, int]]) -> bytes:
     return struct.pack("<BB14x8H16x8B8x", 1, 0, *columns, *rows)
 
 
-FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (4, 64), (16, 64), (4, 64)])
-"""For `dots` and `weigh`, of four queries: sums twice, keys twice, queries; weights, values, their sums."""
+FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (16, 64), (8, 64)])
+"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, keys twice, queries; weights, values, their sums."""
 MANY = _shapes([(16, 64)] * 8)
 """For `scores` and `weigh_many`."""
 
@@ -140,115 +140,107 @@ def copy_rows(typingctx: Any, to: Any, cache: Any, at: Any, dim: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         to_, cache_, at_, dim_ = args
-        for row in range(LANES):
-            source = b.gep(cache_, [b.load(b.gep(at_, [I64(row)]))])
+        with steps(b, I64(0), I64(LANES), 1) as row:
+            source, mine = b.gep(cache_, [b.load(b.gep(at_, [row]))]), b.gep(to_, [b.mul(row, dim_)])
             with steps(b, I64(0), dim_, 32) as i:
-                line = vec.raw(b, source, cache.kind, i, 32)
-                vec.write(b, to_, b.add(b.mul(I64(row), dim_), i), line)
+                vec.write(b, mine, i, vec.raw(b, source, cache.kind, i, 32))
         return context.get_dummy_value()
 
     return types.void(to, cache, at, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile_dots(
-    typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_stride: Any, y: Any, y_stride: Any, soon: Any, soon_at: Any
-) -> Any:  # fmt: skip
-    """``out[i, h] = q[h] . key[i]`` for 32 keys: 16 from `x`, 16 from `y`; strides in elements. Fetches 32 rows of `soon`."""
+def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y: Any, y_step: Any) -> Any:
+    """``out[i, h] = q[h] . key[i]`` for 16 keys at `x` and 16 at `y`, each `step` bytes after the other, and h < 4.
+
+    The keys are the first factor, as they lie; `q` is by `pack_queries`.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out_, q_, dim_, x_, x_stride_, y_, y_stride_, soon_, soon_at_ = args
-        x_by, y_by = (b.shl(s, I64(1)) for s in (x_stride_, y_stride_))
+        out_, q_, dim_, x_, x_step_, y_, y_step_ = args
         zero(b, 0)
         zero(b, 1)
         with steps(b, I64(0), dim_, 32) as i:
             load(b, 4, q_, b.mul(i, I64(4)), I64(16))
-            load(b, 2, x_, i, x_by)
-            load(b, 3, y_, i, y_by)
+            load(b, 2, x_, i, x_step_)
+            load(b, 3, y_, i, y_step_)
             product(b, 0, 2, 4)
             product(b, 1, 3, 4)
-            for row in range(32):
-                vec.prefetch(b, soon_, b.add(b.load(b.gep(soon_at_, [I64(row)])), i))
         keep(b, 0, out_, I64(0), I64(16))
         keep(b, 1, out_, I64(64), I64(16))
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(out, q, n, x, n, y, n, soon, soon_at), codegen
+    return types.void(out, q, n, x, n, y, n), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def pack_values(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: Any, soon: Any, soon_at: Any) -> Any:
-    """`count` rows, a multiple of 32, as second factors: a tile for each 16 dims, then the next 32 rows. Of each 32 dims
-    the tiles have those that `in_order` sorts. Fetches `count` rows of `soon`."""
+def tile_weights(typingctx: Any, p: Any, logits: Any, count: Any) -> Any:
+    """``logits[i, h]`` for i < count, a multiple of 16, and h < 4, as first factors of `tile_weigh`: a tile of 8 rows for
+    each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        to_, cache_, at_, count_, dim_, soon_, soon_at_ = args
-        low = [s + o + j for s in range(0, 32, 8) for j in range(4) for o in (0, 32)]
-        with steps(b, I64(0), count_, 2) as c:
-            rows = [b.gep(cache_, [b.load(b.gep(at_, [b.add(c, I64(r))]))]) for r in range(2)]
-            later = [b.load(b.gep(soon_at_, [b.add(c, I64(r))])) for r in range(2)]
-            chunk = b.mul(b.lshr(c, I64(5)), b.mul(dim_, I64(32)))
-            first = b.add(chunk, b.shl(b.and_(c, I64(31)), I64(4)))
-            with steps(b, I64(0), dim_, 32) as i:
-                x, y = (vec.raw(b, row, cache.kind, i, 32) for row in rows)
-                at0 = b.add(first, b.shl(i, I64(5)))
-                vec.write(b, to_, at0, vec.shuffle(b, x, y, low))
-                vec.write(b, to_, b.add(at0, I64(TILE)), vec.shuffle(b, x, y, [j + 4 for j in low]))
-                for x_ in later:
-                    vec.prefetch(b, soon_, b.add(x_, i))
-        return context.get_dummy_value()
-
-    n = types.int64
-    return types.void(to, cache, at, n, n, soon, soon_at), codegen
-
-
-def in_order(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """Two neighbouring vectors of sums of packed values -> dims 0 to 15, dims 16 to 31."""
-    order = [s + o + j for s in range(0, 16, 4) for o in (0, 16) for j in range(4)]
-    return vec.shuffle(b, x, y, order[:16]), vec.shuffle(b, x, y, order[16:])
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_weigh(typingctx: Any, acc: Any, dim: Any, values: Any, logits: Any, count: Any, p: Any, room: Any) -> Any:
-    """``acc[h] += sum(logits[i, h] * value[i])`` for i < count, a multiple of 32, and h < 4.
-
-    Args:
-        values: by `pack_values`. p: ``[4, room]``, where the weights are kept as bf16.
-    """
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        acc_, dim_, values_, logits_, count_, p_, room_ = args
+        p_, logits_, count_ = args
+        word = vec.vector(I32)
         with steps(b, I64(0), count_, LANES) as i:
             x = [vec.read(b, logits_, "fp32", b.add(b.mul(i, I64(4)), I64(LANES * j))) for j in range(4)]
             halves = [vec.shuffle(b, x[j], x[j + 1], range(32)) for j in (0, 2)]
             for h in range(4):
-                row = vec.shuffle(b, *halves, range(h, 64, 4))
-                vec.write(b, p_, b.add(b.mul(I64(h), room_), i), encode(b, "bf16", row))
-        by, wide = b.shl(dim_, I64(2)), b.shl(room_, I64(1))
-        with steps(b, I64(0), dim_, LANES) as d:
-            load(b, 7, acc_, d, by)
-            with steps(b, I64(0), count_, 32) as c:
-                load(b, 5, p_, c, wide)
-                load(b, 6, values_, b.add(b.mul(c, dim_), b.shl(d, I64(5))), I64(64))
-                product(b, 7, 5, 6)
-            keep(b, 7, acc_, d, by)
+                row = b.zext(encode(b, "bf16", vec.shuffle(b, *halves, range(h, 64, 4))), word)
+                at = b.add(b.shl(i, I64(4)), I64(64 * h))
+                vec.write(b, p_, at, row)
+                vec.write(b, p_, b.add(at, I64(32)), b.shl(row, ir.Constant(word, [I32(16)] * LANES)))
         return context.get_dummy_value()
 
-    n = types.int64
-    return types.void(acc, n, values, logits, n, p, n), codegen
+    return types.void(p, logits, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def sort_dims(typingctx: Any, x: Any, n: Any) -> Any:
-    """Sums of packed values, in the order of their dims."""
+def tile_weigh(
+    typingctx: Any, acc: Any, fresh: Any, dim: Any, values: Any, at: Any, by: Any, count: Any, p: Any
+) -> Any:  # fmt: skip
+    """``acc[h] += sum(p[i, h] * value[i])`` for i < count, a multiple of 16, and h < 4; if `fresh`, ``=``.
+
+    The values are the second factor, as they lie: what that takes for a pair of keys is a pair of dims of one key, so each
+    row of `p` is blind to one of them. `acc` has the even dims of a head, then the odd ones.
+
+    Args:
+        at, by: of each 16 values the address of the first, and how many bytes the next is away.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        with steps(b, I64(0), args[1], 32) as i:
-            next_ = b.add(i, I64(LANES))
-            one, two = in_order(b, vec.read(b, args[0], "fp32", i), vec.read(b, args[0], "fp32", next_))
-            vec.write(b, args[0], i, one)
-            vec.write(b, args[0], next_, two)
+        acc_, fresh_, dim_, _, at_, by_, count_, p_ = args
+        half = b.lshr(dim_, I64(1))
+        row = b.shl(half, I64(2))
+        tiles = b.lshr(count_, I64(4))
+        with steps(b, I64(0), half, LANES) as d:
+            with b.if_else(fresh_) as (then, otherwise):
+                with then:
+                    zero(b, 7)
+                with otherwise:
+                    load(b, 7, acc_, d, row)
+            with steps(b, I64(0), tiles, 1) as t:
+                load(b, 5, p_, b.shl(t, I64(8)), I64(64))
+                first = b.add(b.load(b.gep(at_, [t])), b.shl(d, I64(2)))
+                call(b, "tileloadd64", I8(6), b.inttoptr(first, I8.as_pointer()), b.load(b.gep(by_, [t])))
+                product(b, 7, 5, 6)
+            keep(b, 7, acc_, d, row)
         return context.get_dummy_value()
 
-    return types.void(x, types.int64), codegen
+    n = types.int64
+    return types.void(acc, types.boolean, n, values, at, by, n, p), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def merge_dims(typingctx: Any, to: Any, x: Any, n: Any) -> Any:
+    """`n` sums of `tile_weigh` in the order of their dims."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        to_, x_, n_ = args
+        half = b.lshr(n_, I64(1))
+        with steps(b, I64(0), half, LANES) as i:
+            even, odd = vec.read(b, x_, "fp32", i), vec.read(b, x_, "fp32", b.add(i, half))
+            vec.write(b, to_, b.shl(i, I64(1)), vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]))
+        return context.get_dummy_value()
+
+    return types.void(to, x, types.int64), codegen

@@ -16,7 +16,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import I64, types
+from hal.backends.cpu._bits import FORMATS, I64, types
 from hal.backends.cpu._jit import inline
 from hal.backends.cpu._vector import LANES, steps
 
@@ -32,17 +32,16 @@ def width(heads: int) -> int:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count: Any, soon: Any, soon_at: Any, heads: Any) -> Any:
-    """``out[i, h] = q[h] . key[i]`` for i < count, a multiple of 16 / width; `q` fp32. Fetches rows of `soon` meanwhile."""
+def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count: Any, heads: Any) -> Any:
+    """``out[i, h] = q[h] . key[i]`` for i < count, a multiple of 16 / width; `q` fp32."""
     g = literal(heads)
     c = width(g)
     each = LANES // c
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out_, q_, dim_, cache_, at_, count_, soon_, soon_at_, _ = args
+        out_, q_, dim_, cache_, at_, count_, _ = args
         with steps(b, I64(0), count_, each) as i:
             rows = [b.gep(cache_, [b.load(b.gep(at_, [b.add(i, I64(k))]))]) for k in range(each)]
-            later = [b.load(b.gep(soon_at_, [b.add(i, I64(k))])) for k in range(each)]
             total = [[cgutils.alloca_once_value(b, vec.number(0.0)) for _ in range(g)] for _ in range(each)]
             for one in total:
                 for place in one:
@@ -53,13 +52,12 @@ def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count:
                     y = vec.read(b, rows[k], cache.kind, d)
                     for h in range(g):
                         b.store(vec.fma(b, x[h], y, b.load(total[k][h])), total[k][h])
-                    vec.prefetch(b, soon_, b.add(later[k], d))
             found = [b.load(total[k][h]) if h < g else None for k in range(each) for h in range(c)]
             vec.write(b, out_, b.mul(i, I64(c)), vec.sums(b, found))
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(out, q, n, cache, at, n, soon, soon_at, heads), codegen
+    return types.void(out, q, n, cache, at, n, heads), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -105,14 +103,14 @@ def soften(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def weigh(
-    typingctx: Any, acc: Any, dim: Any, cache: Any, at: Any, p: Any, count: Any, keep: Any, soon: Any, soon_at: Any, heads: Any
+    typingctx: Any, acc: Any, dim: Any, cache: Any, at: Any, p: Any, count: Any, keep: Any, heads: Any
 ) -> Any:  # fmt: skip
-    """``acc[h] = keep[h] * acc[h] + sum(p[i, h] * value[i])`` for i < count. Fetches rows of `soon` meanwhile."""
+    """``acc[h] = keep[h] * acc[h] + sum(p[i, h] * value[i])`` for i < count."""
     g = literal(heads)
     c = width(g)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        acc_, dim_, cache_, at_, p_, count_, keep_, soon_, soon_at_, _ = args
+        acc_, dim_, cache_, at_, p_, count_, keep_, _ = args
         many = 8 if g < 3 else 4
 
         def block(d: Any, lanes: int) -> None:
@@ -126,14 +124,11 @@ def weigh(
             with steps(b, I64(0), count_, 1) as i:
                 row = b.gep(cache_, [b.add(b.load(b.gep(at_, [i])), d)])
                 y = [vec.read(b, row, cache.kind, I64(LANES * w)) for w in range(lanes)]
-                later = b.add(b.load(b.gep(soon_at_, [i])), d)
                 for h in range(g):
                     weight = vec.scalar(b, p_, b.add(b.mul(i, I64(c)), I64(h)))
                     for w in range(lanes):
                         place = places[h * lanes + w][0]
                         b.store(vec.fma(b, weight, y[w], b.load(place)), place)
-                for w in range(lanes):
-                    vec.prefetch(b, soon_, b.add(later, I64(LANES * w)))
             for place, at0 in places:
                 vec.write(b, acc_, at0, b.load(place))
 
@@ -145,7 +140,7 @@ def weigh(
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, n, cache, at, p, n, keep, soon, soon_at, heads), codegen
+    return types.void(acc, n, cache, at, p, n, keep, heads), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -172,3 +167,20 @@ def rescale(typingctx: Any, acc: Any, dim: Any, keep: Any, heads: Any) -> Any:
 @inline
 def log(x):  # type: ignore[no-untyped-def]
     return np.float32(math.log(x))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, count: Any, x_dim: Any, y_dim: Any) -> Any:
+    """Asks for the rows of two caches."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x_, x_at_, y_, y_at_, count_, x_dim_, y_dim_ = args
+        with steps(b, I64(0), count_, 1) as i:
+            for cache, p, at, dim in ((x, x_, x_at_, x_dim_), (y, y_, y_at_, y_dim_)):
+                row = b.load(b.gep(at, [i]))
+                with steps(b, I64(0), dim, 512 // FORMATS[cache.kind].bits) as d:
+                    vec.prefetch(b, p, b.add(row, d))
+        return context.get_dummy_value()
+
+    n = types.int64
+    return types.void(x, x_at, y, y_at, n, n, n), codegen

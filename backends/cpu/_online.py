@@ -18,20 +18,22 @@ from torch import Tensor
 
 from hal.backends.cpu import _amx
 from hal.backends.cpu._amx import (
-    begin_tiles, copy_rows, end_tiles, pack_queries, pack_values, sort_dims, tile_dots, tile_weigh,
+    begin_tiles, copy_rows, end_tiles, merge_dims, pack_queries, tile_dots, tile_weigh, tile_weights,
 )  # fmt: skip
-from hal.backends.cpu._bits import cast, load, shift, store, view
+from hal.backends.cpu._bits import address, cast, load, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import dots, log, rescale, soften, weigh
+from hal.backends.cpu._fma import dots, fetch, log, rescale, soften, weigh
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
-from hal.kv.view import count_slots, page_size, strides
 
-BLOCK = 128
+BLOCK = 64
 """Keys in a block, a multiple of 32."""
+SPREAD = BLOCK // LANES
+NEAR = 1 << 20
+"""Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
 MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
@@ -44,8 +46,14 @@ def clamped(p, wide, i, top):  # type: ignore[no-untyped-def]
 
 
 @inline
+def aligned(address):  # type: ignore[no-untyped-def]
+    """Vectors that cross a line take twice as long."""
+    return (address + 63) // 64 * 64
+
+
+@inline
 def _list(  # type: ignore[no-untyped-def]
-    j, high, indices, indices_64, num_slots, page, h, k_page, k_row, k_head, v_page, v_row, v_head, k_at, v_at
+    j, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row, v_head, k_at, v_at
 ):  # fmt: skip
     """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up to a
     multiple of 32."""
@@ -58,7 +66,8 @@ def _list(  # type: ignore[no-untyped-def]
                 store(k_at, m, slot * k_page + h * k_head)
                 store(v_at, m, slot * v_page + h * v_head)
             else:
-                whole = slot // page
+                # A division takes as long as all else that is done for a key.
+                whole = slot >> page_bits if page_bits else slot // page
                 rest = slot - whole * page
                 store(k_at, m, whole * k_page + rest * k_row + h * k_head)
                 store(v_at, m, whole * v_page + rest * v_row + h * v_head)
@@ -71,61 +80,46 @@ def _list(  # type: ignore[no-untyped-def]
 
 
 @inline
-def _even(at):  # type: ignore[no-untyped-def]
-    """Whether 16 rows are equally far apart."""
-    step = load(at, 1) - load(at, 0)
-    odd = 0
+def spread(cache, at, dim, room, c, to):  # type: ignore[no-untyped-def]
+    """Where 16 rows lie, and bytes from one to the next: in the cache if that is the same for all, else in `room`."""
+    step, odd = load(at, 1) - load(at, 0), 0
     for i in range(2, LANES):
         odd |= load(at, i) - load(at, i - 1) - step
-    return odd == 0
-
-
-@inline
-def _by_tiles(  # type: ignore[no-untyped-def]
-    first, m, logits, query, dim, v_dim, cache, k_at, v_at, v_cache, soon, acc, tops, sums, keep, scale, rows, values, p
-):  # fmt: skip
-    padded = (m + 31) // 32 * 32
-    for c in range(0, padded, 32):
-        x, x_step = shift(cache, load(k_at, c)), load(k_at, c + 1) - load(k_at, c)
-        if not _even(shift(k_at, c)):
-            copy_rows(rows, cache, shift(k_at, c), dim)
-            x, x_step = rows, dim
-        y, y_step = shift(cache, load(k_at, c + LANES)), load(k_at, c + LANES + 1) - load(k_at, c + LANES)
-        if not _even(shift(k_at, c + LANES)):
-            y, y_step = shift(rows, LANES * dim), dim
-            copy_rows(y, cache, shift(k_at, c + LANES), dim)
-        tile_dots(shift(logits, 4 * c), query, dim, x, x_step, y, y_step, v_cache, shift(v_at, c))
-    soften(logits, 4 * m, 4 * padded, tops, sums, keep, scale, 4)
-    if first:
-        pack_values(values, v_cache, v_at, padded, v_dim, cache, soon)
-    rescale(acc, v_dim, keep, 4)
-    tile_weigh(acc, v_dim, values, logits, padded, p, BLOCK)
+    first = shift(cache, load(at, 0))
+    if odd:
+        step, first = dim, shift(room, c * dim)
+        copy_rows(first, cache, at, dim)
+    store(to, c // LANES, address(first))
+    store(to, SPREAD + c // LANES, 2 * step)
 
 
 def _kernel(  # type: ignore[no-untyped-def]
     counter, grain, n,
     q, q_token, q_head, group, kv_heads, dim, v_dim, rows,
-    k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page,
+    k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page, page_bits,
     indptr, indptr_64, indices, indices_64, nnz, with_qo, qo, qo_64, out, out_token, out_head, lse, lse_token,
-    scale, window, causal, most,
+    scale, window, causal, most, far,
 ):  # fmt: skip
     parts = (group + 3) // 4
     # By parts of four heads: their logits, what they multiply, their queries, the output so far.
-    scratch = np.zeros(4 * BLOCK + parts * (48 + 4 * dim + 4 * v_dim) + 16, np.float32)
-    saved = view(scratch.ctypes.data, "fp32")
+    scratch = np.zeros(max(4 * BLOCK, v_dim) + parts * (48 + 4 * dim + 4 * v_dim) + 32, np.float32)
+    saved = view(aligned(scratch.ctypes.data), "fp32")
     logits = shift(saved, 16)
-    state = shift(logits, 4 * BLOCK)
+    state = shift(logits, max(4 * BLOCK, v_dim))
     query = shift(state, parts * 48)
     acc = shift(state, parts * (48 + 4 * dim))
     listed = np.zeros(4 * BLOCK, np.int64)
     here = view(listed.ctypes.data, "i64")
     there = shift(here, 2 * BLOCK)
     if TILES:
-        # Keys that do not lie evenly, values in pairs, weights.
-        more = np.empty(32 * dim + BLOCK * (v_dim + 4), np.int16)
-        copied = view(more.ctypes.data, "bf16")
-        values = shift(copied, 32 * dim)
-        p = shift(values, BLOCK * v_dim)
+        # Keys and values that do not lie evenly, weights; of each 16 rows, where they are and how far apart.
+        more = np.empty(BLOCK * (dim + v_dim + 16) + 32, np.int16)
+        p = view(aligned(more.ctypes.data), "bf16")
+        keys = shift(p, BLOCK * 16)
+        values = shift(keys, BLOCK * dim)
+        spans = np.empty(4 * SPREAD, np.int64)
+        k_by = view(spans.ctypes.data, "i64")
+        v_by = shift(k_by, 2 * SPREAD)
         begin_tiles(saved, "few")
     begin = take(counter, grain) if grain else 0
     while begin < n:
@@ -151,22 +145,26 @@ def _kernel(  # type: ignore[no-untyped-def]
                         for g in range(heads):
                             for d in range(dim):
                                 store(query, (part * 4 + g) * dim + d, load(x, g * q_head + d))
-                    for d in range(4 * v_dim):
-                        store(acc, part * 4 * v_dim + d, np.float32(0.0))
                     for g in range(LANES):
                         store(state, part * 48 + g, np.float32(-np.inf))
                         store(state, part * 48 + LANES + g, np.float32(0.0))
                 j, m = _list(
-                    low, high, indices, indices_64, num_slots, page, h, k_page, k_row, k_head, v_page, v_row, v_head,
+                    low, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row, v_head,
                     here, shift(here, BLOCK),
                 )  # fmt: skip
+                fresh = True
+                if not TILES or not m:
+                    for d in range(parts * 4 * v_dim):
+                        store(acc, d, np.float32(0.0))
                 while m:
                     j, ahead = _list(
-                        j, high, indices, indices_64, num_slots, page, h, k_page, k_row, k_head, v_page, v_row,
+                        j, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row,
                         v_head, there, shift(there, BLOCK),
                     )  # fmt: skip
-                    soon = there if ahead else here
                     v_at = shift(here, BLOCK)
+                    padded = (m + 31) // 32 * 32
+                    if far:
+                        fetch(k_cache, there, v_cache, shift(there, BLOCK), ahead, dim, v_dim)
                     for part in range(parts):
                         mine = shift(query, part * 4 * dim)
                         tops = shift(state, part * 48)
@@ -174,32 +172,42 @@ def _kernel(  # type: ignore[no-untyped-def]
                         y = shift(acc, part * 4 * v_dim)
                         heads = min(4, group - 4 * part)
                         if TILES:
-                            _by_tiles(
-                                part == 0, m, logits, cast(mine, "bf16"), dim, v_dim, k_cache, here, v_at, v_cache, soon, y, tops,
-                                sums, keep, scale, copied, values, p,
-                            )  # fmt: skip
+                            if part == 0:
+                                for c in range(0, padded, LANES):
+                                    spread(k_cache, shift(here, c), dim, keys, c, k_by)
+                                    spread(v_cache, shift(v_at, c), v_dim, values, c, v_by)
+                            for c in range(0, padded, 32):
+                                tile_dots(
+                                    shift(logits, 4 * c), cast(mine, "bf16"), dim,
+                                    cast(view(load(k_by, c // LANES), "i64"), k_cache), load(k_by, SPREAD + c // LANES),
+                                    cast(view(load(k_by, c // LANES + 1), "i64"), k_cache),
+                                    load(k_by, SPREAD + c // LANES + 1),
+                                )  # fmt: skip
+                            soften(logits, 4 * m, 4 * padded, tops, sums, keep, scale, 4)
+                            tile_weights(p, logits, padded)
+                            if not fresh:
+                                rescale(y, v_dim, keep, 4)
+                            tile_weigh(y, fresh, v_dim, v_cache, v_by, shift(v_by, SPREAD), padded, p)
                         elif heads == 4:
-                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, v_cache, v_at, 4)
+                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, 4)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, k_cache, soon, 4)
+                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 4)
                         elif heads == 3:
-                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, v_cache, v_at, 3)
+                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, 3)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 3)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, k_cache, soon, 3)
+                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 3)
                         elif heads == 2:
-                            dots(logits, mine, dim, k_cache, here, (m + 7) // 8 * 8, v_cache, v_at, 2)
+                            dots(logits, mine, dim, k_cache, here, (m + 7) // 8 * 8, 2)
                             soften(logits, 2 * m, (2 * m + 15) // 16 * 16, tops, sums, keep, scale, 2)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, k_cache, soon, 2)
+                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 2)
                         else:
-                            dots(logits, mine, dim, k_cache, here, (m + 15) // 16 * 16, v_cache, v_at, 1)
+                            dots(logits, mine, dim, k_cache, here, (m + 15) // 16 * 16, 1)
                             soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, k_cache, soon, 1)
-                    here, there, m = there, here, ahead
+                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 1)
+                    here, there, m, fresh = there, here, ahead, False
                 for part in range(parts):
                     heads = min(4, group - 4 * part)
                     lanes = 4 if TILES or heads == 3 else heads
-                    if TILES:
-                        sort_dims(shift(acc, part * 4 * v_dim), 4 * v_dim)
                     for g in range(heads):
                         at = h * group + 4 * part + g
                         y = shift(out, t * out_token + at * out_head)
@@ -207,8 +215,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                         for lane in range(g, LANES, lanes):
                             total += load(state, part * 48 + LANES + lane)
                         by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
+                        x = shift(acc, (part * 4 + g) * v_dim)
+                        if TILES:
+                            merge_dims(logits, x, v_dim)
+                            x = logits
                         for d in range(v_dim):
-                            store(y, d, load(acc, (part * 4 + g) * v_dim + d) * by)
+                            store(y, d, load(x, d) * by)
                         if lse_token:
                             top = load(state, part * 48 + g)
                             store(
@@ -220,13 +232,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     scratch[0], listed[0] = 0.0, 0
     if TILES:
         end_tiles(saved)
-        more[0] = 0
+        more[0], spans[0] = 0, 0
 
 
+VARIANT = {dtype: (FORMAT[dtype],) for dtype in MOST}
 TILES = False  # in the globals of each copy of `_kernel`, where numba takes it for a constant
 _TYPES = (
-    "i64 int int  *x int int int int int int int  *x int int int *x int int int int int "
-    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int"
+    "i64 int int  *x int int int int int int int  *x int int int *x int int int int int int "
+    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool"
 )
 kernel = Kernel(_kernel, _TYPES, shared=True)
 by_tiles = FunctionType(_kernel.__code__, {**globals(), "TILES": True})
@@ -241,27 +254,54 @@ def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
 
 def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor, logit_cap: float) -> bool:
     """Whether the kernel computes this, and best: heads of whole vectors, few a group, a cache of q's dtype, no cap."""
-    dim, v_dim, group = q.shape[2], v_cache.shape[-1], q.shape[1] // k_cache.shape[-2]
-    return k_cache.dtype == q.dtype and group <= GROUP and not (dim % LANES or v_dim % LANES or logit_cap)
+    return _fits(q.dtype, k_cache.dtype, q.shape, k_cache.shape, v_cache.shape, logit_cap)
+
+
+def _fits(
+    dtype: torch.dtype, cached: torch.dtype, q: torch.Size, k: torch.Size, v: torch.Size, logit_cap: float
+) -> bool:
+    return cached is dtype and q[1] <= GROUP * k[-2] and not (q[2] % LANES or v[-1] % LANES or logit_cap)
 
 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor | None, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor, lse: Tensor | None, scale: float, sliding_window: int, causal: bool,
-) -> None:  # fmt: skip
-    """Either op, for all requests of one query (qo_indptr None: all of them), or of few by `MOST`."""
-    rows, heads, dim = q.shape
-    bs, nnz = kv_indptr.shape[0] - 1, kv_indices.shape[0]
-    kv_heads, v_dim = k_cache.shape[-2], v_cache.shape[-1]
-    work = nnz * (dim + v_dim) * q.itemsize * -(-rows // max(1, bs))
+    out: Tensor, lse: Tensor | None, scale: float, sliding_window: int, logit_cap: float, causal: bool,
+) -> bool:  # fmt: skip
+    """Either op, for all requests of one query (qo_indptr None: all of them), or of few by `MOST`. False: not `fits`.
+
+    A small batch waits for little else than this function: each attribute of a tensor is asked for once.
+    """
+    dtype, q_shape, k_shape, v_shape = q.dtype, q.shape, k_cache.shape, v_cache.shape
+    if not _fits(dtype, k_cache.dtype, q_shape, k_shape, v_shape, logit_cap):
+        return False
+    rows, heads, dim = q_shape
+    k_strides, v_strides, v_dim = k_cache.stride(), v_cache.stride(), v_shape[-1]
+    if len(k_shape) == 4:
+        size, page, kv_heads, _ = k_shape
+        size *= page
+        k_page, k_row, k_head, _ = k_strides
+        v_page, v_row, v_head, _ = v_strides
+    else:
+        size, kv_heads, _ = k_shape
+        page, k_row, v_row = 1, 0, 0
+        k_page, k_head, _ = k_strides
+        v_page, v_head, _ = v_strides
+    bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
+    q_strides, out_strides = q.stride(), out.stride()
+    work = nnz * (dim + v_dim) * dtype.itemsize
+    if rows > bs:
+        work *= -(-rows // max(1, bs))
     run(
-        kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), bs * kv_heads, work // max(1, bs),
+        kernel_for(dtype, dim, v_dim), VARIANT[dtype], bs * kv_heads, work // max(1, bs),
         (
-            q.data_ptr(), *q.stride()[:2], heads // kv_heads, kv_heads, dim, v_dim, rows,
-            k_cache.data_ptr(), *strides(k_cache), v_cache.data_ptr(), *strides(v_cache),
-            count_slots(k_cache), page_size(k_cache), *index(kv_indptr), *index(kv_indices), nnz,
-            qo_indptr is not None, *index(qo_indptr), out.data_ptr(), *out.stride()[:2],
-            0 if lse is None else lse.data_ptr(), 0 if lse is None else heads, scale,
-            min(sliding_window, 1 << 40), causal, MOST[q.dtype],
+            q.data_ptr(), q_strides[0], q_strides[1], heads // max(1, kv_heads), kv_heads, dim, v_dim, rows,
+            k_cache.data_ptr(), k_page, k_row, k_head, v_cache.data_ptr(), v_page, v_row, v_head,
+            size, page, page.bit_length() - 1 if page & (page - 1) == 0 else 0,
+            kv_indptr.data_ptr(), kv_indptr.dtype is torch.int64, kv_indices.data_ptr(),
+            kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
+            out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
+            0 if lse is None else heads, scale, min(sliding_window, 1 << 40), causal, MOST[dtype],
+            work * kv_heads > NEAR,
         ),
     )  # fmt: skip
+    return True

@@ -124,7 +124,7 @@ def prefetch(b: Any, p: Any, at: Any) -> None:
     fn = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32]), "llvm.prefetch.p0"
     )
-    b.call(fn, [b.bitcast(b.gep(p, [at]), kind), I32(0), I32(3), I32(1)])
+    b.call(fn, [b.bitcast(b.gep(p, [at]), kind), I32(0), I32(2), I32(1)])
 
 
 @contextmanager

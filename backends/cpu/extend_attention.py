@@ -41,10 +41,9 @@ def extend_attention(
     if out is None:
         out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     done = -1  # requests up to this size are
-    if _online.fits(q, k_cache, v_cache, logit_cap):
-        _online.attend(
-            q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, causal
-        )
+    if _online.attend(
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, causal
+    ):
         done = _online.MOST[q.dtype]
     size = count_slots(k_cache)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
