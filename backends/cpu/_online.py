@@ -32,7 +32,8 @@ from hal.backends.cpu._vector import LANES
 BLOCK = 64
 """Keys in a block, a multiple of 32."""
 SPREAD = BLOCK // LANES
-NEAR = 1 << 20
+NOWHERE = -(1 << 62)
+NEAR = 32 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
@@ -53,29 +54,35 @@ def aligned(address):  # type: ignore[no-untyped-def]
 
 @inline
 def _list(  # type: ignore[no-untyped-def]
-    j, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row, v_head, k_at, v_at
+    j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, k_at, v_at
 ):  # fmt: skip
     """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up to a
     multiple of 32."""
     m = 0
+    following = NOWHERE  # the slot whose rows come right after the last ones
+    k_last = v_last = until = 0
     while j < high and m < BLOCK:
         slot = get(indices, indices_64, j)
         j += 1
-        if 0 <= slot < num_slots:
-            if page == 1:
-                store(k_at, m, slot * k_page + h * k_head)
-                store(v_at, m, slot * v_page + h * v_head)
-            else:
-                # A division takes as long as all else that is done for a key.
-                whole = slot >> page_bits if page_bits else slot // page
-                rest = slot - whole * page
-                store(k_at, m, whole * k_page + rest * k_row + h * k_head)
-                store(v_at, m, whole * v_page + rest * v_row + h * v_head)
-            m += 1
+        if slot == following:
+            k_last += k_row
+            v_last += v_row
+        elif 0 <= slot < num_slots:
+            whole = slot >> page_bits if page_bits else slot // page
+            rest = slot - whole * page
+            k_last = whole * k_page + rest * k_row
+            v_last = whole * v_page + rest * v_row
+            until = (whole + 1) * page
+        else:
+            continue
+        following = slot + 1 if slot + 1 < until else NOWHERE
+        store(k_at, m, k_last)
+        store(v_at, m, v_last)
+        m += 1
     if m:
         for c in range(m, (m + 31) // 32 * 32):
-            store(k_at, c, load(k_at, m - 1))
-            store(v_at, c, load(v_at, m - 1))
+            store(k_at, c, k_last)
+            store(v_at, c, v_last)
     return j, m
 
 
@@ -148,9 +155,10 @@ def _kernel(  # type: ignore[no-untyped-def]
                     for g in range(LANES):
                         store(state, part * 48 + g, np.float32(-np.inf))
                         store(state, part * 48 + LANES + g, np.float32(0.0))
+                keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
                 j, m = _list(
-                    low, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row, v_head,
-                    here, shift(here, BLOCK),
+                    low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
+                    shift(here, BLOCK),
                 )  # fmt: skip
                 fresh = True
                 if not TILES or not m:
@@ -158,13 +166,13 @@ def _kernel(  # type: ignore[no-untyped-def]
                         store(acc, d, np.float32(0.0))
                 while m:
                     j, ahead = _list(
-                        j, high, indices, indices_64, num_slots, page, page_bits, h, k_page, k_row, k_head, v_page, v_row,
-                        v_head, there, shift(there, BLOCK),
+                        j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
+                        there, shift(there, BLOCK),
                     )  # fmt: skip
                     v_at = shift(here, BLOCK)
                     padded = (m + 31) // 32 * 32
                     if far:
-                        fetch(k_cache, there, v_cache, shift(there, BLOCK), ahead, dim, v_dim)
+                        fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
                     for part in range(parts):
                         mine = shift(query, part * 4 * dim)
                         tops = shift(state, part * 48)
@@ -174,36 +182,36 @@ def _kernel(  # type: ignore[no-untyped-def]
                         if TILES:
                             if part == 0:
                                 for c in range(0, padded, LANES):
-                                    spread(k_cache, shift(here, c), dim, keys, c, k_by)
-                                    spread(v_cache, shift(v_at, c), v_dim, values, c, v_by)
+                                    spread(keys_, shift(here, c), dim, keys, c, k_by)
+                                    spread(values_, shift(v_at, c), v_dim, values, c, v_by)
                             for c in range(0, padded, 32):
                                 tile_dots(
                                     shift(logits, 4 * c), cast(mine, "bf16"), dim,
-                                    cast(view(load(k_by, c // LANES), "i64"), k_cache), load(k_by, SPREAD + c // LANES),
-                                    cast(view(load(k_by, c // LANES + 1), "i64"), k_cache),
+                                    cast(view(load(k_by, c // LANES), "i64"), keys_), load(k_by, SPREAD + c // LANES),
+                                    cast(view(load(k_by, c // LANES + 1), "i64"), keys_),
                                     load(k_by, SPREAD + c // LANES + 1),
                                 )  # fmt: skip
                             soften(logits, 4 * m, 4 * padded, tops, sums, keep, scale, 4)
                             tile_weights(p, logits, padded)
                             if not fresh:
                                 rescale(y, v_dim, keep, 4)
-                            tile_weigh(y, fresh, v_dim, v_cache, v_by, shift(v_by, SPREAD), padded, p)
+                            tile_weigh(y, fresh, v_dim, values_, v_by, shift(v_by, SPREAD), padded, p)
                         elif heads == 4:
-                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, 4)
+                            dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 4)
+                            weigh(y, v_dim, values_, v_at, logits, m, keep, 4)
                         elif heads == 3:
-                            dots(logits, mine, dim, k_cache, here, (m + 3) // 4 * 4, 3)
+                            dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 3)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 3)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 3)
+                            weigh(y, v_dim, values_, v_at, logits, m, keep, 3)
                         elif heads == 2:
-                            dots(logits, mine, dim, k_cache, here, (m + 7) // 8 * 8, 2)
+                            dots(logits, mine, dim, keys_, here, (m + 7) // 8 * 8, 2)
                             soften(logits, 2 * m, (2 * m + 15) // 16 * 16, tops, sums, keep, scale, 2)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 2)
+                            weigh(y, v_dim, values_, v_at, logits, m, keep, 2)
                         else:
-                            dots(logits, mine, dim, k_cache, here, (m + 15) // 16 * 16, 1)
+                            dots(logits, mine, dim, keys_, here, (m + 15) // 16 * 16, 1)
                             soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
-                            weigh(y, v_dim, v_cache, v_at, logits, m, keep, 1)
+                            weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
                     here, there, m, fresh = there, here, ahead, False
                 for part in range(parts):
                     heads = min(4, group - 4 * part)
@@ -252,6 +260,13 @@ def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
     return tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
 
 
+def bits(page: int, dims: int) -> int:
+    """By how many bits a slot is shifted to give its page; 0: `page` is no power of two."""
+    if dims == 3:  # all slots are one page
+        return 62
+    return page.bit_length() - 1 if page & (page - 1) == 0 else 0
+
+
 def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor, logit_cap: float) -> bool:
     """Whether the kernel computes this, and best: heads of whole vectors, few a group, a cache of q's dtype, no cap."""
     return _fits(q.dtype, k_cache.dtype, q.shape, k_cache.shape, v_cache.shape, logit_cap)
@@ -283,9 +298,9 @@ def attend(
         v_page, v_row, v_head, _ = v_strides
     else:
         size, kv_heads, _ = k_shape
-        page, k_row, v_row = 1, 0, 0
-        k_page, k_head, _ = k_strides
-        v_page, v_head, _ = v_strides
+        page, k_page, v_page = max(1, size), 0, 0  # all slots are one page
+        k_row, k_head, _ = k_strides
+        v_row, v_head, _ = v_strides
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
     work = nnz * (dim + v_dim) * dtype.itemsize
@@ -296,7 +311,7 @@ def attend(
         (
             q.data_ptr(), q_strides[0], q_strides[1], heads // max(1, kv_heads), kv_heads, dim, v_dim, rows,
             k_cache.data_ptr(), k_page, k_row, k_head, v_cache.data_ptr(), v_page, v_row, v_head,
-            size, page, page.bit_length() - 1 if page & (page - 1) == 0 else 0,
+            size, page, bits(page, len(k_shape)),
             kv_indptr.data_ptr(), kv_indptr.dtype is torch.int64, kv_indices.data_ptr(),
             kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _attention, _online, _pool
+from hal.backends.cpu import _attention, _blocks, _online, _pool
 from hal.backends.cpu._call import need_cpu
 from hal.kv.view import count_slots
 
@@ -59,6 +59,11 @@ def extend_attention(
     if done >= 0:
         spans = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > done]
     if not spans:
+        return out
+    if done >= 0:
+        _blocks.attend(
+            spans, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal
+        )
         return out
     with _pool.torch_threads():
         slots = kv_indices.to(torch.int64)
