@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
@@ -84,8 +85,10 @@ def product(b: Any, c: int, x: int, y: int) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def begin_tiles(typingctx: Any, old: Any, shapes: Any) -> Any:
-    """Configures this thread's tiles by the literal `shapes`, FEW or MANY, and keeps how they were at `old`, 64 bytes."""
-    data = {"few": FEW, "many": MANY}[shapes.literal_value] if isinstance(shapes, types.StringLiteral) else FEW
+    """Configures this thread's tiles by `shapes`, few or many, and keeps how they were at `old`, 64 bytes."""
+    if not isinstance(shapes, types.StringLiteral):  # numba asks without the literal first
+        raise TypingError("the shapes must be a literal")
+    data = {"few": FEW, "many": MANY}[shapes.literal_value]
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         call(b, "sttilecfg", _bytes(b, args[0]))

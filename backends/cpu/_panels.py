@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import F32, I32, I64, decode, types
+from hal.backends.cpu._bits import F32, I32, I64, decode, encode, types
 from hal.backends.cpu._vector import LANES, steps
 
 HIGH, WIDE = 6, 4
@@ -195,7 +195,7 @@ def soften_row(
             for j, place in enumerate(parts):
                 at = b.add(i, I64(LANES * j))
                 e = vec.exp(b, b.fsub(b.fmul(vec.read(b, x_, "fp32", at), factor), base))
-                vec.write(b, p_, at, vec.to_bf16(b, e) if p.kind == "bf16" else e)
+                vec.write(b, p_, at, encode(b, "bf16", e) if p.kind == "bf16" else e)
                 b.store(b.fadd(b.load(place), e), place)
         part = vec.across(b, b.fadd(b.load(parts[0]), b.load(parts[1])), 1, vec.add)
         before = b.bitcast(b.load(total_), F32)

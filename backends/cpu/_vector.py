@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from hal.backends.cpu._bits import F32, FORMATS, I8, I16, I32, I64, decode
+from hal.backends.cpu._bits import F32, FORMATS, I8, I32, I64, decode
 
 LANES = 16
 FMA = ("contract",)
@@ -132,9 +132,3 @@ def steps(b: Any, begin: Any, end: Any, step: int) -> Iterator[Any]:
     """A loop; its index."""
     with cgutils.for_range_slice(b, begin, end, I64(step), I64) as (i, _):
         yield i
-
-
-def to_bf16(b: Any, x: Any) -> Any:
-    """16 lanes, to nearest even, by an instruction that CPUs with a matrix unit have."""
-    kind = ir.FunctionType(vector(I16), [x.type])
-    return b.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v"), [x])
