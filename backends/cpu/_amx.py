@@ -1,7 +1,8 @@
 """Attention's products by the matrix unit of x86 CPUs (AMX): bf16 in, fp32 sums. `usable` says where there is one.
 
-A tile has up to 16 rows of 64 bytes. ``C += A B`` takes A as it lies, ``[rows, 32]``, and B in pairs: row i has elements 2 i
-and 2 i + 1 of each column side by side. Tiles are named by number, so that LLVM neither spills nor configures them.
+A tile has up to 16 rows of 64 bytes. ``C += A B`` takes A as it lies, ``[rows, 32]``, and B in pairs: row i has
+elements 2 i and 2 i + 1 of each column side by side. Tiles are named by
+number, so that LLVM neither spills nor configures them.
 
 Subnormal numbers count as 0 and sums are rounded to nearest even, whatever the thread has set.
 """
@@ -20,7 +21,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import F32, I8, I16, I32, I64, encode, types
+from hal.backends.cpu._bits import I8, I32, I64, encode, types
 from hal.backends.cpu._vector import LANES, steps
 
 TILE = 512
@@ -179,8 +180,8 @@ def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y
 
 @intrinsic  # type: ignore[untyped-decorator]
 def tile_weights(typingctx: Any, p: Any, logits: Any, count: Any) -> Any:
-    """``logits[i, h]`` for i < count, a multiple of 16, and h < 4, as first factors of `tile_weigh`: a tile of 8 rows for
-    each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next."""
+    """``logits[i, h]`` for i < count, a multiple of 16, and h < 4, as first factors of `tile_weigh`: a tile of 8 rows
+    for each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p_, logits_, count_ = args
@@ -189,7 +190,7 @@ def tile_weights(typingctx: Any, p: Any, logits: Any, count: Any) -> Any:
             x = [vec.read(b, logits_, "fp32", b.add(b.mul(i, I64(4)), I64(LANES * j))) for j in range(4)]
             halves = [vec.shuffle(b, x[j], x[j + 1], range(32)) for j in (0, 2)]
             for h in range(4):
-                row = b.zext(encode(b, "bf16", vec.shuffle(b, *halves, range(h, 64, 4))), word)
+                row = b.zext(encode(b, "bf16", vec.shuffle(b, halves[0], halves[1], range(h, 64, 4))), word)
                 at = b.add(b.shl(i, I64(4)), I64(64 * h))
                 vec.write(b, p_, at, row)
                 vec.write(b, p_, b.add(at, I64(32)), b.shl(row, ir.Constant(word, [I32(16)] * LANES)))
@@ -204,8 +205,8 @@ def tile_weigh(
 ) -> Any:  # fmt: skip
     """``acc[h] += sum(p[i, h] * value[i])`` for i < count, a multiple of 16, and h < 4; if `fresh`, ``=``.
 
-    The values are the second factor, as they lie: what that takes for a pair of keys is a pair of dims of one key, so each
-    row of `p` is blind to one of them. `acc` has the even dims of a head, then the odd ones.
+    The values are the second factor, as they lie: what that takes for a pair of keys is a pair of dims of one key, so
+    each row of `p` is blind to one of them. `acc` has the even dims of a head, then the odd ones.
 
     Args:
         at, by: of each 16 values the address of the first, and how many bytes the next is away.
@@ -243,7 +244,12 @@ def merge_dims(typingctx: Any, to: Any, x: Any, n: Any) -> Any:
         half = b.lshr(n_, I64(1))
         with steps(b, I64(0), half, LANES) as i:
             even, odd = vec.read(b, x_, "fp32", i), vec.read(b, x_, "fp32", b.add(i, half))
-            vec.write(b, to_, b.shl(i, I64(1)), vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]))
+            vec.write(
+                b,
+                to_,
+                b.shl(i, I64(1)),
+                vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]),
+            )
         return context.get_dummy_value()
 
     return types.void(to, x, types.int64), codegen

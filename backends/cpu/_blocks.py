@@ -1,8 +1,9 @@
 """Attention of many queries of a request: blocks of queries times blocks of keys, as matrix products.
 
-An item is a block of a request's tokens, and a key/value head: their query heads are the rows. Keys and values are packed,
-a block of them at a time, and used by all of these rows, a few at a time: scores, softmax with a running maximum, and the
-weighted values, summed in fp32. Products are by the matrix unit for bf16 where the CPU has one (`_tiles`), else by
+An item is a block of a request's tokens, and a key/value head: their query heads are the rows. Keys and values are
+packed, a block of them at a time, and used by all of these rows, a few at a time: scores, softmax with a running
+maximum, and the weighted values, summed in fp32. Products are by the matrix unit for bf16 where the CPU has one
+(`_tiles`), else by
 vectors (`_panels`). Invariant: an offset into the cache is made only of a slot that was compared with its size.
 """
 
@@ -81,7 +82,11 @@ def _kernel(  # type: ignore[no-untyped-def]
             for r in range(padded):
                 store(tops, r, np.float32(-np.inf))
                 store(sums, r, np.float32(0.0))
-                x = shift(q, (t_first + min(r, rows - 1) // group) * q_token + (h * group + min(r, rows - 1) % group) * q_head)
+                x = shift(
+                    q,
+                    (t_first + min(r, rows - 1) // group) * q_token
+                    + (h * group + min(r, rows - 1) % group) * q_head,
+                )
                 if TILES:
                     y = cast(shift(query, r * (dim // 2)), "bf16")
                     for d in range(dim):
@@ -128,7 +133,14 @@ def _kernel(  # type: ignore[no-untyped-def]
                         and not (window >= 0 and own_1 - window > 0)
                     )  # fmt: skip
                     if TILES:
-                        tile_scores(scores, width, cast(shift(query, r * (dim // 2)), "bf16"), cast(packed_k, "bf16"), seen, dim)
+                        tile_scores(
+                            scores,
+                            width,
+                            cast(shift(query, r * (dim // 2)), "bf16"),
+                            cast(packed_k, "bf16"),
+                            seen,
+                            dim,
+                        )
                     else:
                         panel_scores(scores, width, shift(query, r * dim), packed_k, seen, dim, KEYS)
                     for i in range(r, end):
@@ -140,14 +152,41 @@ def _kernel(  # type: ignore[no-untyped-def]
                             end_ = min(seen, own + 1) if causal else seen
                         if TILES:
                             keep = soften_row(
-                                row, cast(row, "bf16"), seen, all_, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
+                                row,
+                                cast(row, "bf16"),
+                                seen,
+                                all_,
+                                begin_,
+                                end_,
+                                alive,
+                                shift(tops, i),
+                                shift(sums, i),
+                                scale,
                             )
                         else:
-                            keep = soften_row(row, row, seen, all_, begin_, end_, alive, shift(tops, i), shift(sums, i), scale)
+                            keep = soften_row(
+                                row,
+                                row,
+                                seen,
+                                all_,
+                                begin_,
+                                end_,
+                                alive,
+                                shift(tops, i),
+                                shift(sums, i),
+                                scale,
+                            )
                         if keep != np.float32(1.0):
                             stretch(shift(acc, i * v_dim), v_dim, keep)
                     if TILES:
-                        tile_sums(shift(acc, r * v_dim), v_dim, cast(scores, "bf16"), width, cast(packed_v, "bf16"), seen)
+                        tile_sums(
+                            shift(acc, r * v_dim),
+                            v_dim,
+                            cast(scores, "bf16"),
+                            width,
+                            cast(packed_v, "bf16"),
+                            seen,
+                        )
                     else:
                         panel_weigh(shift(acc, r * v_dim), v_dim, scores, width, packed_v, seen)
             for i in range(rows):
@@ -185,16 +224,18 @@ tile_kernel = Kernel(by_tiles, _TYPES, shared=True)
 
 def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
     """By tiles where they do it."""
-    return tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
+    return (
+        tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
+    )
 
 
 def attend(
-    spans: list[tuple[int, int, int, int]], q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor, out: Tensor,
-    lse: Tensor | None, scale: float, sliding_window: int, causal: bool,
+    spans: list[tuple[int, int, int, int]], q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor,
+    out: Tensor, lse: Tensor | None, scale: float, sliding_window: int, causal: bool,
 ) -> None:  # fmt: skip
     """Requests of `extend_attention`: (first row of q, the row after its last, first of kv_indices, how many)."""
     heads, dim = q.shape[1:]
-    kv_heads, v_dim = k_cache.shape[-2:][0], v_cache.shape[-1]
+    kv_heads, v_dim = k_cache.shape[-2], v_cache.shape[-1]
     group = heads // kv_heads
     total = sum(stop - begin for begin, stop, _, _ in spans)
     # Blocks of tokens, fewer where there would be too few for the threads; the longest first.
@@ -218,9 +259,9 @@ def attend(
         kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), len(blocks) * kv_heads, work // len(blocks) * dim // 16,
         (
             q.data_ptr(), *q.stride()[:2], group, kv_heads, dim, v_dim,
-            k_cache.data_ptr(), *k_strides[:3], v_cache.data_ptr(), *v_strides[:3], size, page, bits(page, k_cache.ndim),
-            table.data_ptr(), kv_indices.data_ptr(), kv_indices.dtype is torch.int64, out.data_ptr(), *out.stride()[:2],
-            0 if lse is None else lse.data_ptr(), 0 if lse is None else heads, scale, min(sliding_window, 1 << 40), causal,
-            tokens,
+            k_cache.data_ptr(), *k_strides[:3], v_cache.data_ptr(), *v_strides[:3], size, page,
+            bits(page, k_cache.ndim), table.data_ptr(), kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
+            out.data_ptr(), *out.stride()[:2], 0 if lse is None else lse.data_ptr(), 0 if lse is None else heads,
+            scale, min(sliding_window, 1 << 40), causal, tokens,
         ),
     )  # fmt: skip

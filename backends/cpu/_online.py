@@ -1,9 +1,9 @@
 """Attention of few queries in one pass over the cache as it lies: no row is gathered, no thread wakes for little work.
 
 An item is a request and one of its key/value heads. Its keys come in blocks: dot products with the query heads of the
-group, four at a time, a running maximum, exp, and the values weighted into fp32 sums: by vectors (`_fma`), and for bf16 by
-the matrix unit where the CPU has one (`_amx`). The rows of the next block are asked for meanwhile. Invariant: an
-offset into the cache is made only of a slot that was compared with its size.
+group, four at a time, a running maximum, exp, and the values weighted into fp32 sums: by vectors (`_fma`), and for bf16
+by the matrix unit where the CPU has one (`_amx`). Of caches beyond `NEAR` the next rows are asked for meanwhile.
+Invariant: an offset into the cache is made only of a slot that was compared with its size.
 
 Many queries of one request are matrix products: `MOST` draws the line.
 """
@@ -18,7 +18,14 @@ from torch import Tensor
 
 from hal.backends.cpu import _amx
 from hal.backends.cpu._amx import (
-    begin_tiles, copy_rows, end_tiles, merge_dims, pack_queries, tile_dots, tile_weigh, tile_weights,
+    begin_tiles,
+    copy_rows,
+    end_tiles,
+    merge_dims,
+    pack_queries,
+    tile_dots,
+    tile_weigh,
+    tile_weights,
 )  # fmt: skip
 from hal.backends.cpu._bits import address, cast, load, shift, store, view
 from hal.backends.cpu._call import FORMAT
@@ -56,8 +63,8 @@ def aligned(address):  # type: ignore[no-untyped-def]
 def _list(  # type: ignore[no-untyped-def]
     j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, k_at, v_at
 ):  # fmt: skip
-    """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up to a
-    multiple of 32."""
+    """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up
+    to a multiple of 32."""
     m = 0
     following = NOWHERE  # the slot whose rows come right after the last ones
     k_last = v_last = until = 0
@@ -257,7 +264,9 @@ tile_kernel = Kernel(by_tiles, _TYPES, shared=True)
 
 def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
     """By tiles where they do it."""
-    return tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
+    return (
+        tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
+    )
 
 
 def bits(page: int, dims: int) -> int:

@@ -34,14 +34,18 @@ def transposed(b: Any, x: list[Any]) -> list[Any]:
         for i in range(LANES):
             if not i & step:
                 one, two = x[i], x[i + step]
-                x[i] = vec.shuffle(b, one, two, [j if not j & step else LANES + j - step for j in range(LANES)])
-                x[i + step] = vec.shuffle(b, one, two, [j + step if not j & step else LANES + j for j in range(LANES)])
+                x[i] = vec.shuffle(
+                    b, one, two, [j if not j & step else LANES + j - step for j in range(LANES)]
+                )
+                x[i + step] = vec.shuffle(
+                    b, one, two, [j + step if not j & step else LANES + j for j in range(LANES)]
+                )
     return x
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pack_keys(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: Any, room: Any) -> Any:
-    """``to[d, i] = key[i][d]`` for i < count, a multiple of 16; rows of `to` are `room` long. No key where `at` is -1: 0."""
+    """``to[d, i] = key[i][d]`` for i < count, a multiple of 16; rows of `to` are `room` long. 0 where `at` is -1."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         to_, cache_, at_, count_, dim_, room_ = args
@@ -74,7 +78,9 @@ def pack_values(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: A
     return types.void(to, cache, at, n, n), codegen
 
 
-def _panel(b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: int, start: list[Any]) -> list[Any]:
+def _panel(
+    b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: int, start: list[Any]
+) -> list[Any]:
     """``start[r, w] + sum(x[r * x_step + i] * y[i * y_step + 16 w] for i < count)`` of HIGH rows, `wide` vectors."""
     places = []
     for value in start:
@@ -93,7 +99,9 @@ def _panel(b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: i
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def panel_scores(typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: Any, dim: Any, room: Any) -> Any:
+def panel_scores(
+    typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: Any, dim: Any, room: Any
+) -> Any:
     """``out[r, i] = q[r] . key[i]`` of 24 rows, and i < count, a multiple of 64; `keys` by `pack_keys`."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -124,7 +132,9 @@ def panel_weigh(typingctx: Any, acc: Any, dim: Any, p: Any, width: Any, values: 
             ]
             start = [vec.read(b, acc_, "fp32", a) for a in at]
             rows = b.gep(p_, [b.mul(r, width_)])
-            for a, value in zip(at, _panel(b, rows, width_, b.gep(values_, [d]), dim_, count_, wide, start), strict=True):
+            for a, value in zip(
+                at, _panel(b, rows, width_, b.gep(values_, [d]), dim_, count_, wide, start), strict=True
+            ):
                 vec.write(b, acc_, a, value)
 
         whole = b.sub(dim_, b.srem(dim_, I64(LANES * WIDE)))
@@ -153,9 +163,11 @@ def stretch(typingctx: Any, x: Any, n: Any, by: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def soften_row(
-    typingctx: Any, x: Any, p: Any, count: Any, whole: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any, scale: Any
+    typingctx: Any, x: Any, p: Any, count: Any, whole: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any,
+    scale: Any,
 ) -> Any:  # fmt: skip
-    """``p[i] = exp(scale * x[i] - top)`` for i < count, a multiple of 32; what the row's sums so far are to be multiplied by.
+    """``p[i] = exp(scale * x[i] - top)`` for i < count, a multiple of 32; what the row's sums so far are to be
+    multiplied by.
 
     Args:
         p: fp32 or bf16; may be x. whole: the row sees all; else from `begin` to `end`, and where `alive` is not 0.

@@ -23,7 +23,8 @@ def tile_keys(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: Any
             places = [b.load(b.gep(at_, [b.add(i, I64(k))])) for k in range(LANES)]
             with steps(b, I64(0), dim_, 32) as d:
                 pairs = [
-                    b.bitcast(there(b, cache_, cache.kind, (place, d), 32), vec.vector(I32)) for place in places
+                    b.bitcast(there(b, cache_, cache.kind, (place, d), 32), vec.vector(I32))
+                    for place in places
                 ]
                 first = b.add(b.mul(i, dim_), b.shl(d, I64(4)))
                 for j, row in enumerate(transposed(b, pairs)):
@@ -108,9 +109,9 @@ def tile_scores(typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def tile_sums(typingctx: Any, acc: Any, dim: Any, p: Any, width: Any, values: Any, count: Any) -> Any:
-    """``acc[r] += sum(p[r, i] * value[i] for i < count)`` of 32 rows, count a multiple of 32; `values` by `tile_values`.
+    """``acc[r] += sum(p[r, i] * value[i] for i < count)`` of 32 rows, count a multiple of 32.
 
-    Rows of `p`, bf16, are as far apart as `width` fp32.
+    `values` are by `tile_values`. Rows of `p`, bf16, are as far apart as `width` fp32.
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -122,7 +123,9 @@ def tile_sums(typingctx: Any, acc: Any, dim: Any, p: Any, width: Any, values: An
             for t, at in enumerate(places):
                 load(b, t, acc_, at, acc_by)
             with steps(b, I64(0), count_, 32) as i:
-                _four(b, (p_, i), next_rows, p_by, values_, b.add(b.mul(i, dim_), b.shl(d, I64(5))), I64(TILE))
+                _four(
+                    b, (p_, i), next_rows, p_by, values_, b.add(b.mul(i, dim_), b.shl(d, I64(5))), I64(TILE)
+                )
             for t, at in enumerate(places):
                 keep(b, t, acc_, at, acc_by)
         return context.get_dummy_value()

@@ -42,7 +42,18 @@ def extend_attention(
         out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     done = -1  # requests up to this size are
     if _online.attend(
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, causal
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        out,
+        lse,
+        scale,
+        sliding_window,
+        logit_cap,
+        causal,
     ):
         done = _online.MOST[q.dtype]
     size = count_slots(k_cache)
@@ -61,9 +72,7 @@ def extend_attention(
     if not spans:
         return out
     if done >= 0:
-        _blocks.attend(
-            spans, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal
-        )
+        _blocks.attend(spans, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
         return out
     with _pool.torch_threads():
         slots = kv_indices.to(torch.int64)
