@@ -1,7 +1,7 @@
-"""extend_attention on the CPU: requests with few new tokens in one pass over the cache (`_online`), others one by one.
+"""extend_attention on the CPU: few new tokens in one pass over the cache (`_online`), more by blocks (`_blocks`).
 
-Of each of those the rows are gathered once, then torch's fused attention goes over them. A request without a prefix
-needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
+What they do not do goes a request at a time: its rows are gathered once, then torch's fused attention goes over them. A
+request without a prefix needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
 """
 
 from __future__ import annotations
