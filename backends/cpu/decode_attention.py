@@ -34,15 +34,14 @@ def decode_attention(
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
     need_cpu("decode_attention", q, k_cache, v_cache, kv_indptr, kv_indices, out, lse)
-    bs, heads, dim = q.shape
-    v_dim, kv_heads, nnz = v_cache.shape[-1], k_cache.shape[-2], kv_indices.shape[0]
     if out is None:
-        out = torch.empty(bs, heads, v_dim, dtype=q.dtype, device=q.device)
-    if _online.fits(q, k_cache, v_cache, logit_cap):
-        _online.attend(
-            q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, True
-        )
+        out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    if _online.attend(
+        q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, True
+    ):
         return out
+    _, heads, dim = q.shape
+    v_dim, kv_heads, nnz = v_cache.shape[-1], k_cache.shape[-2], kv_indices.shape[0]
     with _pool.torch_threads():
         size = count_slots(k_cache)
         by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)

@@ -1,7 +1,7 @@
-"""extend_attention on the CPU: requests with few new tokens in one pass over the cache (`_online`), others one by one.
+"""extend_attention on the CPU: few new tokens in one pass over the cache (`_online`), more by blocks (`_blocks`).
 
-Of each of those the rows are gathered once, then torch's fused attention goes over them. A request without a prefix
-needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
+What they do not do goes a request at a time: its rows are gathered once, then torch's fused attention goes over them. A
+request without a prefix needs no mask; any other goes in blocks of tokens, each over the keys up to its last token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _attention, _online, _pool
+from hal.backends.cpu import _attention, _blocks, _online, _pool
 from hal.backends.cpu._call import need_cpu
 from hal.kv.view import count_slots
 
@@ -41,10 +41,20 @@ def extend_attention(
     if out is None:
         out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     done = -1  # requests up to this size are
-    if _online.fits(q, k_cache, v_cache, logit_cap):
-        _online.attend(
-            q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, causal
-        )
+    if _online.attend(
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        out,
+        lse,
+        scale,
+        sliding_window,
+        logit_cap,
+        causal,
+    ):
         done = _online.MOST[q.dtype]
     size = count_slots(k_cache)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
@@ -60,6 +70,9 @@ def extend_attention(
     if done >= 0:
         spans = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > done]
     if not spans:
+        return out
+    if done >= 0:
+        _blocks.attend(spans, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
         return out
     with _pool.torch_threads():
         slots = kv_indices.to(torch.int64)

@@ -44,6 +44,22 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
     return kernel, found.get(op, [()])
 
 
+def more(op: str) -> list[tuple[Kernel, list[tuple[str, ...]]]]:
+    """The other kernels of `op`, likewise."""
+    if op not in ("decode_attention", "extend_attention"):
+        return []
+    from hal.backends.cpu import _amx, _blocks, _online
+    from hal.backends.cpu._bits import HALF
+
+    modules = [_online, _blocks] if op == "extend_attention" else [_online]
+    found: list[tuple[Kernel, list[tuple[str, ...]]]] = []
+    if _amx.usable():
+        found += [(module.tile_kernel, [("bf16",)]) for module in modules]
+    if op == "extend_attention":
+        found.append((_blocks.kernel, [(x,) for x in ("bf16", HALF, "fp32")]))
+    return found
+
+
 def warmup(
     ops: Sequence[str],
     device: Any = None,
@@ -57,7 +73,7 @@ def warmup(
         progress: called with how much is done, 0 to 1, and the variant that begins now.
         device, options: unused: the compiled code fits every shape.
     """
-    todo = [(op, *variants(op)) for op in ops if op in OPS]
+    todo = [(op, *found) for op in ops if op in OPS for found in (variants(op), *more(op))]
     count, total = 0, sum(len(found) for _, _, found in todo)
     for op, kernel, found in todo:
         for variant in found:

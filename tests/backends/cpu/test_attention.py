@@ -8,7 +8,7 @@ import pytest
 import torch
 from cpu.cases import judge, ours, params
 
-from hal.backends.cpu import _attention, _online, _pool
+from hal.backends.cpu import _amx, _blocks, _online, _pool
 from hal.ops import get_spec
 
 OPS = ("decode_attention", "extend_attention")
@@ -33,29 +33,49 @@ def test_shared_out_it_gives_the_same_bits(op: str, monkeypatch: pytest.MonkeyPa
         torch.set_num_threads(before)
 
 
-class _Counts:
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls += 1
-        return self.function(*args)
-
-
 @pytest.mark.parametrize("most", [0, 300, 10**9])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_requests_of_either_kind_in_one_batch(dtype: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the line is drawn between them, each request is done, once, and right."""
-    fused = _Counts(_attention.fused)
-    monkeypatch.setattr(_attention, "fused", fused)
+    found: list[Any] = []
+    by_blocks = _blocks.attend
+
+    def noted(spans: list[Any], *args: Any) -> None:
+        found.extend(spans)
+        by_blocks(spans, *args)
+
+    monkeypatch.setattr(_blocks, "attend", noted)
     monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, most))
     some = {"bs": 6, "longest": 30, "prefix": 20, "dtype": dtype, "spare": 3, "lse": False, "seed": 3}
     judge("extend_attention", **some)
-    assert (fused.calls > 0) == (most < 10**9)
+    assert (len(found) > 0) == (most < 10**9)
+    found.clear()
     a = get_spec("extend_attention").make(**some)
+    ours("extend_attention")(**a)
     new = a["qo_indptr"].diff()
-    large = int(((new > 1) & (new * a["kv_indptr"].diff() > most)).sum())
-    assert fused.calls == large
+    assert len(found) == int(((new > 1) & (new * a["kv_indptr"].diff() > most)).sum())
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_with_the_matrix_unit_and_without(op: str, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without one takes the kernels of fp32 sums for bf16 too; of several blocks of keys each."""
+    if tiles and not _amx.usable():
+        pytest.skip("this CPU has no AMX for bf16")
+    for module in (_online, _blocks):
+        kernel = module.tile_kernel if tiles else module.kernel
+        monkeypatch.setattr(module, "kernel_for", lambda *_, kernel=kernel: kernel)
+    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, 0))
+    some: dict[str, Any] = {
+        "bs": 2,
+        "q_heads": 9,
+        "kv_heads": 3,
+        "dtype": "bf16",
+        "slots": 800,
+        "values": "skip",
+    }
+    more = {"longest": 330} if op == "decode_attention" else {"longest": 40, "prefix": 290}
+    judge(op, **some, **more, lengths="full")
 
 
 @pytest.mark.parametrize(
