@@ -55,10 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "attention_bias": False,
     },
 }  # fmt: skip
-SHAPES["llama-3.1-70b"] = SHAPES["llama-3.1-8b"] | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-}  # fmt: skip
-
+_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+SHAPES["llama-3.1-70b"] = SHAPES["llama-3.1-8b"] | _70B
 DECODE = ((1, 1024), (32, 1024), (256, 1024), (32, 8192), (1, 8192))
 """(batch, context), the essential ones first: what a time box cuts off is the end."""
 
