@@ -52,9 +52,7 @@ def engines() -> tuple[served.Engine, served.Engine, int]:
         "chunked_prefill_size": PIECE,
     }  # fmt: skip
     return (
-        worker.start(
-            "prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}
-        ),
+        worker.start("prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}),
         worker.start("decode", {**common, "disaggregation_mode": "decode"}),
         port,
     )
