@@ -85,15 +85,42 @@ def logits(q0, q1, k0, k1, factor, cap, CAP: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def step(acc, top, total, s, v):
-    """The running softmax over one more tile of keys. A row that has seen nothing keeps top = -inf."""
+def step(acc, top, total, s, v, SHIFT: tl.constexpr = 0):
+    """The running softmax over one more tile of keys. A row that has seen nothing keeps top = -inf. Weights, their
+    `total` and `acc` are 2^SHIFT of what they are elsewhere."""
     new = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s - (base - SHIFT)[:, None])
     keep = tl.exp2(top - base)
     total = total * keep + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return acc, new, total
+
+
+@triton.jit
+def magnitude(x):
+    """Absolute values as fp32, 0 for what is not finite."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.where(x < float("inf"), x, 0.0)
+
+
+@triton.jit
+def exponent(most):
+    """e in [1, 253] of the power of two 2^(e - 127) by which `most`, an fp32 magnitude, is about 2^15: fp16's range."""
+    return tl.minimum(tl.maximum(268 - (most.to(tl.int32, bitcast=True) >> 23), 1), 253)
+
+
+@triton.jit
+def power(e):
+    """2^(e - 127)."""
+    return (e << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without(factor, e):
+    """`factor` over 2^(e - 127); finite where it was, times log 2 e too, so that 0 times it is 0."""
+    x = factor * power(254 - e)
+    return tl.where(tl.abs(factor) < float("inf"), tl.minimum(tl.maximum(x, -(2.0**127)), 2.0**127), x)
 
 
 @triton.jit

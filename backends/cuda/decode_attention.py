@@ -15,11 +15,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
-from hal.backends.cuda._attention import LN2, entry, factor, logits, place, step, tile
+from hal.backends.cuda._attention import (
+    LN2,
+    entry,
+    exponent,
+    factor,
+    logits,
+    magnitude,
+    place,
+    power,
+    step,
+    tile,
+    without,
+)
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
+from hal.ops.spec import FP8
 from hal.triton import launch
 from hal.triton.plans import Plan, Scratch, Size, Step, length, plans
 
@@ -33,6 +46,8 @@ FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
 HOPPER = (64, 2, 1)
 """Keys of a tile, tiles, and tiles of weights that the kernel for Hopper holds."""
+LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
+"""The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
 
 @launch.jit(
@@ -50,8 +65,8 @@ def decode_attention_kernel(
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, K_KIND: tl.constexpr,
-    V_KIND: tl.constexpr, SHARED: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    V_KIND: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr,
+    STAGES: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -59,6 +74,7 @@ def decode_attention_kernel(
     q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
     kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
     vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
+    SHIFT: tl.constexpr = 15 if HALF else 0
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
@@ -89,6 +105,14 @@ def decode_attention_kernel(
         if D1:
             q1 = tile(q, at, there, D0, D1, D)
         by = scale * factor(k_scale, K_KIND)
+        if HALF:  # fp8 is exact in fp16, and so are queries, by a power of two
+            most = tl.max(magnitude(q0), 1)
+            if D1:
+                most = tl.maximum(most, tl.max(magnitude(q1), 1))
+            e = exponent(most)
+            q0 = (q0.to(tl.float32) * power(e)[:, None]).to(tl.float16)
+            q1 = (q1.to(tl.float32) * power(e)[:, None]).to(tl.float16)
+            by = without(by, e)[:, None]
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, DV_PAD), tl.float32)
@@ -112,12 +136,12 @@ def decode_attention_kernel(
                 if V_PAGE:  # else v lies as k does
                     row = place(slot, vc_page, vc_token, V_PAGE)
                 v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
-            acc, top, total = step(acc, top, total, s, v)
+            acc, top, total = step(acc, top, total, s, v, SHIFT)
         if PDL:
             gdc_launch_dependents()
         some = total != 0.0
         acc = acc * (factor(v_scale, V_KIND) / tl.where(some, total, 1.0))[:, None]
-        sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+        sums = tl.where(some, top - SHIFT + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
         d = tl.arange(0, DV_PAD)[None, :]
         mask = there[:, None] & (d < DV)
         if parts == 1:
@@ -185,14 +209,16 @@ def decode_merge_kernel(
 
 
 def tiles(
-    group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int
+    group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int, fp8: bool = False
 ) -> tuple[int, int, int, int]:
-    """(M, N, warps, stages): query heads and keys of a tile."""
+    """(M, N, warps, stages): query heads and keys of a tile; `fp8`: of the cache."""
     m = min(64, max(16, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         return (16, 32, 4, 2 if arch < 100 else 1) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
     if head_dim > 256:
         return (min(m, 32), 32, 8, 2)
+    if fp8 and head_dim <= 128 and m == 16 and arch == 90:
+        return m, 64, 2, 3
     return m, 64 if head_dim <= 128 else 32, 4, 3
 
 
@@ -204,7 +230,8 @@ def _plan(
     group = q_heads // kv_heads
     device = q.get_device()
     on = pdl(device)
-    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device))
+    fp8 = k_cache.dtype in FP8
+    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -213,8 +240,9 @@ def _plan(
     unit = copy_unit(strides)
     hopper = plain and not cap and not window and k_page == 1 and k_scale is None and v_scale is None
     hopper = hopper and for_hopper(q, k_cache, v_cache, unit, shared)
-    if hopper:
-        m = 64
+    lanes = plain and fp8 and for_lanes(q, v_cache, group, unit, max(kc[0], vc[0]))
+    if hopper or lanes:
+        m = 64 if hopper else 8
     blocks = kv_heads * -(-group // m)
     d0, d1 = _attention.parts(dim)
     pad = max(16, triton.next_power_of_2(v_dim))
@@ -228,15 +256,22 @@ def _plan(
 
         n, stages, buffers = HOPPER
         run = decode_attention_hopper_kernel.bind(**same, N=n, STAGES=stages, BUFFERS=buffers, num_warps=4)
+    elif lanes:
+        from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
+
+        run = decode_attention_lanes_kernel.bind(
+            **same, N=LANES[max(dim, v_dim)][0], D=dim, DV=v_dim, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
+            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), num_warps=2,
+        )  # fmt: skip
     else:
         run = decode_attention_kernel.bind(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared, STAGES=stages,
-            num_warps=warps,
+            HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps,
         )  # fmt: skip
     merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
     sms = multiprocessors(device) if device >= 0 else 16
-    each = 1 if hopper else PER_SM
+    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else PER_SM
     return run, merge, blocks, max(1, each * sms // blocks), tuple(s // unit for s in strides)
 
 
@@ -254,6 +289,21 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
     )
 
 
+def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bool:
+    """Whether the kernel that loads into lanes takes an fp8 cache with rows of whole 16 bytes, `row` elements apart:
+    16-bit queries, groups of up to eight of them, heads of powers of two."""
+    dims = q.shape[2], v_cache.shape[-1]
+    return (
+        launch.lane() in ("device", "recorded")
+        and arch(q.get_device()) == 90
+        and q.dtype.itemsize == 2
+        and all(d in LANES for d in dims)
+        and group <= 8
+        and unit == 16
+        and row < 2**31
+    )
+
+
 @plans
 def _plans(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor, lse: Tensor | None,
@@ -266,7 +316,7 @@ def _plans(
         return Plan(())
     shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = not (q.data_ptr() | k_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
+    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
     run, merge, blocks, programs, strides = _plan(
         q, k_cache, v_cache, out, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )

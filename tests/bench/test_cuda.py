@@ -72,9 +72,15 @@ def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
     assert len(rows) == 1
 
 
-@pytest.mark.parametrize(
-    "table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"]
-)
+def test_decode_over_fp8_is_judged_by_float64(tables: Tables) -> None:
+    rows = tables["decode_attention"](False)
+    assert [row["cache"] for row in rows] == ["bfloat16", "float8_e4m3fn"]
+    assert set(rows[1]["headroom"]) == {bench.OURS}
+    assert 0 < rows[1]["headroom"][bench.OURS] <= 1
+    assert rows[1]["gbs"] == 2 * 2 * 20 * 16 / rows[1]["device_us"][bench.OURS] / 1e3
+
+
+@pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])
 def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does nothing, one that can't be built, and ours when it is wrong."""
     good = harness.time_row

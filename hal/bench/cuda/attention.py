@@ -22,6 +22,7 @@ from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
 from hal.bench.cuda.harness import table_of, time_row
 from hal.ops.proofs import judge
+from hal.ops.spec import FP8
 
 PAGE = 16
 HEADS = (32, 8, 128)
@@ -39,6 +40,13 @@ DECODE = (
 """(bs, keys each, what of contiguous SDPA's time FA3 takes there: ours must take no more)."""
 EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 """(bs, new tokens each, prefix each)."""
+BEYOND = (
+    *((HEADS, torch.float8_e4m3fn, *case) for case in ((64, 4096), (256, 1024), (16, 4096), (1, 4096))),
+    (HEADS, torch.float8_e5m2, 64, 4096),
+    *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
+    *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
+)
+"""Heads, the cache's dtype, bs, keys each: decode over fp8, and with eight query heads a group."""
 HOPPER = (
     ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)), ((64, 8, 64, 64), *EXTEND[::2]),
     ((16, 8, 256, 256), *EXTEND[::2]), ((128, 128, 192, 128), (1, 2048, 0)), ((28, 4, 128, 128), EXTEND[1]),
@@ -57,6 +65,7 @@ class Inputs:
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
+        cache: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(seed)
         hq, hk, d, dv = self.heads = heads
@@ -65,8 +74,10 @@ class Inputs:
         self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
         self.q = torch.randn(bs * new, hq, d, device=inputs.DEVICE, dtype=dtype)
         self.k_cache, self.v_cache = (
-            torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype) for x in (d, dv)
+            torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype).to(cache or dtype)
+            for x in (d, dv)
         )
+        self.fp8 = self.k_cache.dtype in FP8
         self.table = (
             torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: bs * pages].view(bs, pages).int()
         )
@@ -82,7 +93,7 @@ class Inputs:
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
         """k and v ``[bs, kv_heads, keys, head_dim]``."""
-        found = [c.view(-1, *c.shape[2:])[self.slots.long()] for c in (self.k_cache, self.v_cache)]
+        found = [_rows(c, self.slots) for c in (self.k_cache, self.v_cache)]
         k, v = (x.view(self.bs, self.keys, *x.shape[1:]).transpose(1, 2).contiguous() for x in found)
         return k, v
 
@@ -101,7 +112,7 @@ class Inputs:
 
     def fa3(self) -> Callable[[], Tensor] | None:
         fn = peers.fa3()
-        if fn is None:
+        if fn is None or self.fp8:
             return None
         q = self.q.view(self.bs, self.new, *self.q.shape[1:])
 
@@ -120,11 +131,11 @@ class Inputs:
         flashinfer = peers.flashinfer()
         if flashinfer is None:
             return {}
-        hq, hk, d = HEADS
+        hq, hk, d, _ = self.heads
         pages = -(-self.keys // PAGE)
         indptr = _host.arange(self.bs + 1, dtype=torch.int32) * pages
         last = _host.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
-        same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.k_cache.dtype}
         made: dict[str, Callable[[], Tensor]] = {}
         for backend in ("fa2",) if self.new == 1 else ("fa2", "fa3"):
             scratch = torch.zeros(256 << 20, dtype=torch.uint8, device=inputs.DEVICE)
@@ -158,7 +169,7 @@ class Inputs:
     def sdpa(self) -> Callable[[], Tensor] | None:
         """Its output has the heads before the tokens. None where torch's causal mask, which is aligned to the first
         key, means something else."""
-        if self.new != 1 and self.new != self.keys:
+        if self.fp8 or (self.new != 1 and self.new != self.keys):
             return None
         k, v = self.contiguous()
         q = self.q.view(self.bs, self.new, *self.q.shape[1:]).transpose(1, 2).contiguous()
@@ -181,8 +192,7 @@ class Inputs:
         for i in {0, self.bs - 1}:
             mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
             k, v = (
-                c.view(-1, hk, c.shape[-1])[mine].double().repeat_interleave(hq // hk, 1)
-                for c in (self.k_cache, self.v_cache)
+                _rows(c, mine).double().repeat_interleave(hq // hk, 1) for c in (self.k_cache, self.v_cache)
             )
             rows = torch.arange(
                 (i + 1) * self.new - min(self.new, 8),
@@ -210,8 +220,26 @@ class Inputs:
         return worst
 
 
-def _attention_row(op: str, bs: int, new: int, keys: int, rounds: int, target: float | None = None) -> Row:
-    sets = [Inputs(bs, new, keys, seed=s) for s in range(2)]
+def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """A cache's rows, also of fp8, which torch can't index."""
+    rows = cache.view(-1, *cache.shape[2:])
+    return (
+        rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]
+    )
+
+
+def _attention_row(
+    op: str,
+    bs: int,
+    new: int,
+    keys: int,
+    rounds: int,
+    target: float | None = None,
+    heads: tuple[int, int, int] | None = None,
+    cache: torch.dtype = torch.bfloat16,
+) -> Row:
+    heads = heads or HEADS
+    sets = [Inputs(bs, new, keys, seed=s, heads=(*heads, heads[2]), cache=cache) for s in range(2)]
     impls = {OURS: [x.ours() for x in sets]}
     for x in sets:
         for name, fn in x.peers().items():
@@ -224,14 +252,18 @@ def _attention_row(op: str, bs: int, new: int, keys: int, rounds: int, target: f
     work = bs * new * (keys - (new - 1) / 2)
     per_graph = max(2, min(48, int(2e5 / max(1.0, bs * keys / 200 + work / 1e4))))
     row = time_row(
-        {"op": op, "bs": bs, "new": new, "keys": keys}, {n: partial(_in_turn, fns) for n, fns in impls.items()},
+        {
+            "op": op, "heads": "/".join(map(str, heads)), "cache": str(cache).removeprefix("torch."), "bs": bs,
+            "new": new, "keys": keys,
+        },
+        {n: partial(_in_turn, fns) for n, fns in impls.items()},
         len(sets), check, per_graph=per_graph, rounds=rounds, host=300 if bs * keys <= 1 << 16 else 0, host_of=(OURS,),
     )  # fmt: skip
     row["headroom"] = room
     if us := row.get("device_us", {}).get(OURS):
-        q_heads, kv_heads, dim = HEADS
+        q_heads, kv_heads, dim = heads
         row["ratio"] = {n: us / t for n, t in row["device_us"].items() if n != OURS}
-        row["gbs"] = 2 * bs * keys * kv_heads * dim * 2 / us / 1e3
+        row["gbs"] = 2 * bs * keys * kv_heads * dim * cache.itemsize / us / 1e3
         row["tflops"] = 4 * work * q_heads * dim / us / 1e6
     return row if target is None else {**row, "target": target}
 
@@ -241,19 +273,18 @@ def _in_turn(fns: list[Callable[[], Tensor]]) -> Callable[[int], Tensor]:
 
 
 def decode_attention(quick: bool = False) -> list[Row]:
-    """Rows: batch; `target` is the ratio to SDPA that FA3 has."""
+    """Rows: batch; `target` is the ratio to SDPA that FA3 has. Then `BEYOND`."""
+    cases: list[tuple[Any, ...]] = [
+        (HEADS, torch.bfloat16, *case) for case in (DECODE[::5] if quick else DECODE)
+    ]
+    cases += [] if quick else [(*case, None) for case in BEYOND]
     return table_of(
         partial(
-            _attention_row,
-            op="decode_attention",
-            bs=bs,
-            new=1,
-            keys=keys,
-            rounds=3 if quick else 25,
-            target=target,
+            _attention_row, op="decode_attention", bs=bs, new=1, keys=keys, rounds=3 if quick else 25, target=target,
+            heads=heads, cache=cache,
         )
-        for bs, keys, target in (DECODE[::5] if quick else DECODE)
-    )
+        for heads, cache, bs, keys, target in cases
+    )  # fmt: skip
 
 
 def extend_attention(quick: bool = False) -> list[Row]:

@@ -1,0 +1,149 @@
+"""decode_attention over fp8 caches: products in fp16, by Triton anywhere and by the Gluon kernel on Hopper.
+
+Under TRITON_INTERPRET=1: what the Triton kernel computes of queries that fp16 does not hold. Without a GPU: which calls
+the Gluon kernel takes, and that its forms don't spill. On Hopper (``ci/h200``): what it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hal.ops import get_spec
+from hal.ops.proofs.judge import right_any
+
+pytest.importorskip("triton")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+USUAL = {
+    "bs": 5, "longest": 900, "slots": 4800, "head_dim": 128, "kv_heads": 8, "q_heads": 32, "cache_dtype": "e4m3",
+    "dtype": "bf16",
+}  # fmt: skip
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"cache_dtype": "e5m2", "lse": False},
+    {"dtype": "fp16", "scales": "float", "index": "i64"},
+    {"scales": "tensor", "sliding_window": 70, "indptr": "i64"},
+    {"logit_cap": 3.0, "values": "skip"},
+    {"cache": "paged", "cache_view": "pairs", "values": "skip"},
+    {"q_heads": 6, "kv_heads": 1, "bs": 40, "longest": 110},
+    {"q_heads": 9, "kv_heads": 3, "head_dim": 64, "bs": 300, "longest": 15},
+    {"q_heads": 16, "head_dim": 256, "cache_dtype": "e5m2"},
+    {"head_dim": 128, "v_head_dim": 64, "bs": 3, "longest": 2500, "slots": 8000},
+)
+LOUD = {
+    "3e38": (3e38, 1e-38),
+    "1e-38": (1e-38, 1e38),
+    "1e-40": (1e-40, 1e38),
+    "3e4": (3e4, 1e-4),
+    "1": (1.0, 0.1),
+}
+"""Queries of a magnitude, and a scale by which logits are of none."""
+
+
+def made(**change: Any) -> dict[str, Any]:
+    return get_spec("decode_attention").make(**{**USUAL, **change})
+
+
+def extreme(cache_dtype: str, loud: str, **change: Any) -> dict[str, Any]:
+    """Heads of one magnitude, of one element, of two and little ones, of zeros; and one NaN."""
+    size, scale = LOUD[loud]
+    args = made(cache_dtype=cache_dtype, scales="tensor", **change)
+    q = torch.rand(args["q"].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.5
+    q[:, 0] = 0
+    q[:, 1, 1:] = 0
+    q[:, 2, 2:] *= 2.0**-30
+    q[-1, 0, 3] = torch.nan
+    args["q"] = (q * size).to(args["q"].dtype)
+    return args | {"scale": scale}
+
+
+def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
+    from hal.backends.cuda import inspect
+
+    with inspect.record(arch) as calls:
+        inspect.launcher("decode_attention")(**args)
+    return [bound.kernel.name for bound, _ in calls]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("loud", LOUD)
+@pytest.mark.parametrize("cache_dtype", ["e4m3", "e5m2"])
+def test_queries_that_fp16_does_not_hold(cache_dtype: str, loud: str) -> None:
+    from hal.backends.cuda.decode_attention import decode_attention
+
+    small = {
+        "bs": 2,
+        "longest": 12,
+        "lengths": "full",
+        "slots": 60,
+        "kv_heads": 1,
+        "q_heads": 4,
+        "head_dim": 64,
+    }
+    args = extreme(cache_dtype, loud, **small)
+    wants = get_spec("decode_attention").oracle(args)
+    assert bool(wants["lse"].candidates[0].value.isnan().any())
+    result = decode_attention(**args)
+    assert bool(right_any(result, wants["return"]).all())
+    assert bool(right_any(args["lse"], wants["lse"]).all())
+    args["q"][0, 3, 5], args["q"][1, 1, 5] = torch.inf, -torch.inf
+    result = decode_attention(**args)
+    assert bool(result[0, 3].isnan().all() and result[1, 1].isnan().all() and result[0, :3].isfinite().all())
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("form", [*FORMS, *LOUD], ids=str)
+def test_right(form: dict[str, Any] | str) -> None:
+    from hal.backends.cuda import decode_attention
+    from hal.bench.judge import verdict
+
+    args = [made(**form)] if isinstance(form, dict) else [extreme(c, form) for c in ("e4m3", "e5m2")]
+    decode_attention._plans.clear()
+    assert max(verdict("decode_attention", a) for a in args) <= 1.0
+    assert {plan.steps[0].run.kernel.name for plan in decode_attention._plans.values()} == {
+        "decode_attention_lanes_kernel"
+    }
+
+
+def test_taken_on_hopper_alone() -> None:
+    for form in FORMS:
+        args = made(**form)
+        assert kernels(args) == ["decode_attention_lanes_kernel", "decode_merge_kernel"]
+        for arch in (80, 100):
+            assert kernels(args, arch) == ["decode_attention_kernel", "decode_merge_kernel"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "fp32"},
+        {"cache_dtype": None},
+        {"head_dim": 96},
+        {"q_heads": 9, "kv_heads": 1},
+        {"cache": "paged", "cache_view": "padded"},
+        {"scale": -0.1},
+    ],
+    ids=str,
+)
+def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
+    scale = {"scale": change["scale"]} if "scale" in change else {}
+    args = made(**{k: v for k, v in change.items() if k != "scale"}) | scale
+    assert kernels(args)[0] == "decode_attention_kernel"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
+@pytest.mark.parametrize("form", [FORMS[i] for i in (0, 4, 5, 8)], ids=str)
+def test_no_form_spills(form: dict[str, Any]) -> None:
+    from hal.backends.cuda import inspect
+
+    with inspect.record() as calls:
+        inspect.launcher("decode_attention")(**made(**form))
+    assert calls[0][0].kernel.name == "decode_attention_lanes_kernel"
+    cubin = inspect.compile_call(calls[0], 90).asm["cubin"]
+    assert inspect.resources(cubin)[1] == 0
+    assert inspect.widest_load(inspect.sass(cubin)) == 128
