@@ -31,8 +31,8 @@ BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
-HOPPER = (64, 2, 1)
-"""Keys of a tile, tiles, and tiles of weights that the kernel for Hopper holds."""
+HOPPER_FEW = 128
+"""In the kernel for Hopper, which has one program a multiprocessor: none other runs while it looks."""
 
 
 @launch.jit(
@@ -226,8 +226,7 @@ def _plan(
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
-        n, stages, buffers = HOPPER
-        run = decode_attention_hopper_kernel.bind(**same, N=n, STAGES=stages, BUFFERS=buffers, num_warps=4)
+        run = decode_attention_hopper_kernel.bind(**{**same, "FEW": HOPPER_FEW}, num_warps=4)
     else:
         run = decode_attention_kernel.bind(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
