@@ -5,8 +5,8 @@ Twelve warps in three roles. One group fetches tiles of 64 rows into two buffers
 the group whose buffer it is makes the logits of a tile and their softmax, and leaves the weights where the rotated part
 of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
-softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Which keys are a
-program's is as in `decode_attention_kernel`; `decode_merge_kernel` merges the parts.
+softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Which keys are
+a program's is as in `decode_attention_kernel`; `decode_merge_kernel` merges the parts.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
