@@ -44,8 +44,8 @@ BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
-HOPPER = (64, 2, 1)
-"""Keys of a tile, tiles, and tiles of weights that the kernel for Hopper holds."""
+HOPPER_FEW = 128
+"""In the kernel for Hopper, which has one program a multiprocessor: none other runs while it looks."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
@@ -254,8 +254,7 @@ def _plan(
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
-        n, stages, buffers = HOPPER
-        run = decode_attention_hopper_kernel.bind(**same, N=n, STAGES=stages, BUFFERS=buffers, num_warps=4)
+        run = decode_attention_hopper_kernel.bind(**{**same, "FEW": HOPPER_FEW}, num_warps=4)
     elif lanes:
         from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
 

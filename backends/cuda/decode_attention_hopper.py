@@ -1,11 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """decode_attention over MLA's shared rows on Hopper, in Gluon: rows of 576 are read once, as keys and as values.
 
-Sixteen warps in four roles: one group fetches rows, one multiplies them with 64 query heads and keeps the running
-softmax, two multiply its weights with a half of the values each, since 64 x 512 sums do not fit the registers of one.
-Shared memory holds the queries and two tiles of 64 keys, so a tile's fetch waits for the sums of the one before the
-last: that chain, not bytes nor products, is what the time is made of (docs/performance.md). Which keys are a program's
-is as in `decode_attention_kernel`; `decode_merge_kernel` merges the parts.
+Twelve warps in three roles. One group fetches tiles of 64 rows into two buffers. The other two take the tiles in turn:
+the group whose buffer it is makes the logits of a tile and their softmax, and leaves the weights where the rotated part
+of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
+not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
+softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Which keys are
+a program's is as in `decode_attention_kernel`; `decode_merge_kernel` merges the parts.
+
+Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
 
 from triton.experimental import gluon
@@ -21,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
-from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, _barriers, _softmax
+from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, _barriers
 from hal.triton import launch
 
 entry = gluon.jit(_attention.entry.fn)
@@ -29,203 +32,232 @@ chunk_of = gluon.jit(_split.chunk_of.fn)
 seek = gluon.jit(_split.seek.fn)
 
 HALF = gl.constexpr(256)
-"""Elements of a row that one group of warps takes for its values."""
-REST = gl.constexpr(64)
-"""Elements of a row past the values: the rotated part of the keys."""
-DIMS = (2 * HALF.value + REST.value, 2 * HALF.value)
-"""The head_dim and v_head_dim that the kernel is for."""
+"""Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""
+DIMS = (576, 512)
+"""The head_dim and v_head_dim that the kernel is for: two halves, and a rotated part of 64."""
+KEYS = gl.constexpr(64)
+"""Keys of a tile."""
+REGISTERS = gl.constexpr(208)
+"""Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
 
 
 @gluon.jit
-def _slots(slots, j, high, N: gl.constexpr, ROW: gl.constexpr):
-    """Slots of entries [j, j + N) as the threads of a copy in layout ROW need them; -1 from `high` on."""
-    entries = j + gl.arange(0, N, gl.SliceLayout(1, ROW))
-    return gl.load(slots + entries, entries < high, other=-1)
+def _queries(to, q, head, heads, q_head, UNIT: gl.constexpr):
+    """Queries into a tile; by pieces, for want of registers."""
+    D: gl.constexpr = to.shape[1]
+    PIECE: gl.constexpr = 16
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+    for i in gl.static_range(0, ROWS, PIECE):
+        r = i + gl.arange(0, PIECE, gl.SliceLayout(1, ROW))
+        at = q + (((head + r) * q_head * UNIT)[:, None] + d)
+        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), at, (r < heads)[:, None])
 
 
 @gluon.jit
-def _rows(base, slot, num_slots, stride, UNIT: gl.constexpr):
-    """Where the rows of slots begin, and whether there is such a one."""
+def _copy(to, base, rows, whole, UNIT: gl.constexpr):
+    """Rows, which begin at so many UNITs, into a tile; zeros for those that begin below 0, if not `whole`."""
+    D: gl.constexpr = to.shape[1]
+    EACH: gl.constexpr = KEYS * D // 256 // gl.num_warps()
+    ROW: gl.constexpr = gl.BlockedLayout([EACH, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    d = base + gl.arange(0, D, gl.SliceLayout(0, ROW))
+    at = (rows.load(gl.SliceLayout(1, ROW)) * UNIT)[:, None]
+    if whole:
+        async_copy.async_copy_global_to_shared(to, d[None, :] + at)
+    else:
+        async_copy.async_copy_global_to_shared(to, d[None, :] + gl.maximum(at, 0), at >= 0)
+
+
+@gluon.jit
+def _fetch_tile(
+    W: gl.constexpr, cache, slot, k, there, rows, full, empty, free, stride, num_slots, UNIT: gl.constexpr
+):
+    """The rows of slots into buffer W: first the half that its own group sums, then the other and the rest."""
     ok = (slot >= 0) & (slot < num_slots)
-    at = gl.where(ok, slot, 0).to(gl.int64) * stride
-    return base + (at * UNIT)[:, None], ok[:, None]
+    whole = gl.min(ok.to(gl.int32), 0) != 0
+    rows.index(W).store(gl.where(ok, slot, -1).to(gl.int64) * stride)
+    gl.thread_barrier()
+    for i in gl.static_range(2):
+        mbarrier.wait(empty.index(2 * W + i), free)
+        if i == 0:
+            there.index(W).store(ok.to(gl.int8))
+        _copy(k[(W + i) % 2].index(W), cache + (W + i) % 2 * HALF, rows.index(W), whole, UNIT)
+        if i == 1:
+            _copy(k[2].index(W), cache + 2 * HALF, rows.index(W), whole, UNIT)
+        async_copy.mbarrier_arrive(full.index(2 * W + i), increment_count=False)
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(2 * W + 1))  # for `there`, which no asynchronous copy writes
 
 
 @gluon.jit
 def _fetch(
-    q, cache, slots, head, heads, low, high, q_tiles, k_ring, there, q_full, k_full, k_empty, q_head, stride,
+    q, cache, slots, head, heads, low, high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_head, stride,
     num_slots, UNIT: gl.constexpr,
 ):  # fmt: skip
     """The queries, then the rows of entries [low, high), tile by tile; slots are read a tile ahead."""
-    STAGES: gl.constexpr = k_ring[0].shape[0]
-    N: gl.constexpr = k_ring[0].shape[1]
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    wide = gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
-    narrow = gl.arange(0, REST, gl.SliceLayout(0, NARROW))[None, :] + 2 * HALF
-    each = gl.arange(0, N, EACH)
-    slot = gl.load(slots + (low + each), low + each < high, other=-1)
-    slot_wide = _slots(slots, low, high, N, WIDE)
-    slot_narrow = _slots(slots, low, high, N, NARROW)
-    PIECE: gl.constexpr = 16
-    for i in gl.static_range(0, ROWS, PIECE):
-        r = i + gl.arange(0, PIECE, gl.SliceLayout(1, WIDE))
-        at = q + ((head + r) * q_head * UNIT)[:, None] + wide
-        mine = (r < heads)[:, None]
-        async_copy.async_copy_global_to_shared(q_tiles[0].slice(i, PIECE), at, mine)
-        async_copy.async_copy_global_to_shared(q_tiles[1].slice(i, PIECE), at + HALF, mine)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, NARROW))
-    at = q + ((head + r) * q_head * UNIT)[:, None] + narrow
-    async_copy.async_copy_global_to_shared(q_tiles[2], at, (r < heads)[:, None])
+    each = low + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    slot = gl.load(slots + each, each < high, other=-1)
+    for i in gl.static_range(3):
+        _queries(q_tiles[i].index(0), q + i * HALF, head, heads, q_head, UNIT)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
-    stage = 0
     free = 1
-    for j in range(low, high, N):
-        mbarrier.wait(k_empty.index(stage), free)
-        there.index(stage).store(((slot >= 0) & (slot < num_slots)).to(gl.int8))
-        rows, ok = _rows(cache, slot_wide, num_slots, stride, UNIT)
-        async_copy.async_copy_global_to_shared(k_ring[0].index(stage), rows + wide, ok)
-        async_copy.async_copy_global_to_shared(k_ring[1].index(stage), rows + (wide + HALF), ok)
-        rows, ok = _rows(cache, slot_narrow, num_slots, stride, UNIT)
-        async_copy.async_copy_global_to_shared(k_ring[2].index(stage), rows + narrow, ok)
-        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-        gl.thread_barrier()
-        mbarrier.arrive(k_full.index(stage))  # for `there`, which no asynchronous copy writes
-        slot = gl.load(slots + (j + N + each), j + N + each < high, other=-1)
-        slot_wide = _slots(slots, j + N, high, N, WIDE)
-        slot_narrow = _slots(slots, j + N, high, N, NARROW)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            free ^= 1
+    for t in range(0, tiles, 2):
+        for w in gl.static_range(2):
+            if t + w < tiles:
+                now = slot
+                each += KEYS
+                slot = gl.load(slots + each, each < high, other=-1)
+                _fetch_tile(w, cache, now, k, there, rows, full, empty, free, stride, num_slots, UNIT)
+        free ^= 1
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _logits(q_tiles, k_ring, stage, none):
-    """Queries times the rows of a tile, begun."""
-    s = warpgroup_mma(q_tiles[0], k_ring[0].index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    s = warpgroup_mma(q_tiles[1], k_ring[1].index(stage).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(q_tiles[2], k_ring[2].index(stage).permute((1, 0)), s, is_async=True)
+def _zero(x):
+    """0, which the compiler can't know: what is made of it isn't kept over a loop, for which registers are short."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _give(s, top, total, there, j, high, by, weights, keeps, w_full, w_empty, free):
-    """One step of the running softmax; its weights, and what earlier sums shrink by, go to the groups that sum."""
-    nowhere = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, s.type.layout))
-    p, keep, top, total = _softmax(
-        s, top, total, there, j, 0, high, high, nowhere, 0, by, 0.0, False, False, False
-    )  # fmt: skip
-    mbarrier.wait(w_empty, free)
-    weights.store(p.to(weights.dtype))
-    keeps.store(keep)
+def _multiply(W: gl.constexpr, STEP: gl.constexpr, q_tiles, k, full, phase, s, zero):
+    """Queries times half W + STEP of the rows of buffer W, begun once it is there."""
+    mbarrier.wait(full.index(2 * W + STEP), phase)
+    fence_async_shared()  # copies are seen by `wgmma` only past one
+    rows = k[(W + STEP) % 2].index(W + zero).permute((1, 0))
+    s = warpgroup_mma(q_tiles[(W + STEP) % 2].index(zero), rows, s, use_acc=STEP > 0, is_async=True)
+    if STEP == 1:
+        s = warpgroup_mma(q_tiles[2].index(zero), k[2].index(W + zero).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _shrink(top, new, by):
+    """(what is subtracted from logits, what earlier sums shrink by) where the largest logit grew from top to new."""
+    base = gl.where(new == ABSENT, 0.0, new) * by
+    return base, gl.exp2(top * by - base)
+
+
+@gluon.jit
+def _softmax(s, top, there, edge, j, high, by):
+    """(weights, what earlier sums shrink by, largest logit) of a tile of products from entry j on."""
+    ENTRIES: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    if edge:
+        seen = (there.load(ENTRIES) != 0) & (j + gl.arange(0, KEYS, ENTRIES) < high)
+        s = gl.where(seen[None, :], s, ABSENT)
+    new = gl.maximum(top, gl.max(s, 1))
+    base, keep = _shrink(top, new, by)
+    return gl.exp2(s * by - base[:, None]), keep, new
+
+
+@gluon.jit
+def _shrunk(acc, keep):
+    return acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _begin_theirs(PART: gl.constexpr, acc, top, total, k, tops, p_full, ready, by, zero, ROW: gl.constexpr):
+    """The sums of the other group's tile by its weights, begun; the largest logit by now, and the sum of weights."""
+    mbarrier.wait(p_full.index(1 - PART), ready)
     fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(w_full)
-    return top, total
+    new = tops.index(1 - PART).load(ROW)
+    _, keep = _shrink(top, new, by)
+    begun = warpgroup_mma(
+        k[2].index(1 - PART + zero), k[PART].index(1 - PART + zero), _shrunk(acc, keep), is_async=True
+    )
+    return begun, new, total * keep
 
 
 @gluon.jit
-def _weigh(
-    lse, part_lse, line, at, head, heads, alone, low, high, q_tiles, k_ring, there, weights, keeps, shares, q_full,
-    k_full, w_full, w_empty, done, by, LSE: gl.constexpr,
+def _leave(way, acc, out, head, heads, out_head, UNIT: gl.constexpr):
+    """Sums, by way of the queries' tile, which nobody reads any more: so they leave in rows of whole sectors."""
+    D: gl.constexpr = way.shape[1]
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    way.store(acc.to(way.dtype))
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+    gl.store(out + (((head + r) * out_head)[:, None] * UNIT + d), way.load(ROW), (r < heads)[:, None])
+
+
+@gluon.jit
+def _work(
+    PART: gl.constexpr, out, lse, part, part_lse, line, at, head, heads, alone, low, high, tiles, q_tiles, k, there,
+    tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Logits and their running softmax, tile by tile."""
-    STAGES: gl.constexpr = k_ring[0].shape[0]
-    N: gl.constexpr = k_ring[0].shape[1]
-    BUFFERS: gl.constexpr = weights.shape[0]
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
-    top = gl.full([ROWS], ABSENT, gl.float32, gl.SliceLayout(1, LOGITS))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
-    none = gl.zeros([ROWS, N], gl.float32, LOGITS)
+    """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    EACH: gl.constexpr = gl.BlockedLayout([KEYS // 32], [32], [gl.num_warps()], [0])
+    top = gl.full([ROWS], ABSENT, gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    none = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+    acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
     mbarrier.wait(q_full, 0)
-    stage = 0
+    fence_async_shared()
     phase = 0
-    buffer = 0
-    free = 1
-    for j in range(low, high, N):
-        mbarrier.wait(k_full.index(stage), phase)
+    ready = 0
+    for t in range(PART, tiles, 2):
+        j = low + t * KEYS
+        zero = _zero(t)
+        if t > 0:
+            begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, by, zero, ROW)
+            s_begun = _multiply(PART, 0, q_tiles, k, full, phase, none, zero)
+            acc = warpgroup_mma_wait(1, [begun])
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(2 * (1 - PART) + 1))
+            ready ^= 1
+        else:
+            s_begun = _multiply(PART, 0, q_tiles, k, full, phase, none, zero)
+        s_begun = _multiply(PART, 1, q_tiles, k, full, phase, s_begun, zero)
+        edge = (j + KEYS > high) | (gl.min(there.index(PART).load(EACH), 0) == 0)
+        s = warpgroup_mma_wait(0, [s_begun])
+        p, keep, top = _softmax(s, top, there.index(PART), edge, j, high, by)
+        p16 = p.to(k[2].dtype)
+        tops.index(PART).store(top)
+        k[2].index(PART + zero).store(p16)
         fence_async_shared()
-        s = warpgroup_mma_wait(0, [_logits(q_tiles, k_ring, stage, none)])
-        top, total = _give(
-            s, top, total, there.index(stage), j, high, by, weights.index(buffer), keeps.index(buffer),
-            w_full.index(buffer), w_empty.index(buffer), free,
-        )  # fmt: skip
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        buffer += 1
-        if buffer == BUFFERS:
-            buffer = 0
-            free ^= 1
-    some = total != 0.0
-    full = gl.where(some, total, 1.0)
-    shares.store(1.0 / full)
+        gl.thread_barrier()
+        mbarrier.arrive(p_full.index(PART))
+        total = total * keep + gl.sum(p, 1)
+        weights = gl.convert_layout(p16, gl.DotOperandLayout(0, SUMS, 2))
+        acc = warpgroup_mma(weights, k[PART].index(PART + zero), _shrunk(acc, keep))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(2 * PART))
+        phase ^= 1
+    if (tiles - 1) % 2 != PART:
+        zero = _zero(tiles)
+        begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, by, zero, ROW)
+        acc = warpgroup_mma_wait(0, [begun])
+
+    totals.index(PART).store(total)
     gl.thread_barrier()
     mbarrier.arrive(done)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))
-    sums = gl.where(some, top * by + gl.log2(full), ABSENT)
-    if alone:
-        if LSE:
-            gl.store(lse + (at + head + r), sums * LN2, r < heads)
-    else:
-        gl.store(part_lse + (line + head + r), sums, r < heads)
-
-
-@gluon.jit
-def _sum(
-    PART: gl.constexpr, out, part, line, head, heads, alone, low, high, v_ring, weights, keeps, shares, k_full, k_empty,
-    w_full, w_empty, done, out_head, UNIT: gl.constexpr,
-):  # fmt: skip
-    """Weights times elements [256 PART, 256 PART + 256) of the rows."""
-    STAGES: gl.constexpr = v_ring.shape[0]
-    N: gl.constexpr = v_ring.shape[1]
-    BUFFERS: gl.constexpr = weights.shape[0]
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
-    acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
-    stage = 0
-    phase = 0
-    buffer = 0
-    ready = 0
-    for _ in range(low, high, N):
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.wait(w_full.index(buffer), ready)
-        fence_async_shared()
-        acc = acc * keeps.index(buffer).load(gl.SliceLayout(1, SUMS))[:, None]
-        acc = warpgroup_mma(weights.index(buffer), v_ring.index(stage), acc)
-        gl.thread_barrier()
-        mbarrier.arrive(w_empty.index(buffer))
-        mbarrier.arrive(k_empty.index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        buffer += 1
-        if buffer == BUFFERS:
-            buffer = 0
-            ready ^= 1
     mbarrier.wait(done, 0)
-    acc = acc * shares.load(gl.SliceLayout(1, SUMS))[:, None]
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))[None, :]
+    total += totals.index(1 - PART).load(ROW)
+    some = total != 0.0
+    whole = gl.where(some, total, 1.0)
+    acc = _shrunk(acc, 1.0 / whole)
     if alone:
-        gl.store(
-            out + (((head + r) * out_head)[:, None] * UNIT + d),
-            acc.to(out.dtype.element_ty),
-            (r < heads)[:, None],
-        )
+        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, head, heads, out_head, UNIT)
     else:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))[None, :]
         gl.store(part + ((line + head + r)[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
+    if PART == 0:
+        r = gl.arange(0, ROWS, ROW)
+        logs = gl.where(some, top * by + gl.log2(whole), ABSENT)
+        if alone:
+            if LSE:
+                gl.store(lse + (at + head + r), logs * LN2, r < heads)
+        else:
+            gl.store(part_lse + (line + head + r), logs, r < heads)
 
 
 @launch.jit(
     gluon=True,
     do_not_specialize=(
-        "kv_indptr", "kv_indices", "lse", "part", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head",
-        "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window",
-        "scale", "cap",
+        "kv_indptr", "kv_indices", "lse", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "vc_page",
+        "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window", "scale", "cap",
     ),
 )  # fmt: skip
 def decode_attention_hopper_kernel(
@@ -233,9 +265,8 @@ def decode_attention_hopper_kernel(
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
-    Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, N: gl.constexpr,
-    WINDOW: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
+    UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -252,38 +283,36 @@ def decode_attention_hopper_kernel(
         request, before = seek(kv_indptr, many, c, nnz, bs, chunk, window, WINDOW)
 
     dtype: gl.constexpr = q.dtype.element_ty
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, HALF], dtype)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, REST], dtype)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], dtype)
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, KEYS], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = (
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [ROWS, REST], NARROW),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+        gl.allocate_shared_memory(dtype, [1, ROWS, 64], NARROW),
     )
-    k_ring = (
-        gl.allocate_shared_memory(dtype, [STAGES, N, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [STAGES, N, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [STAGES, N, REST], NARROW),
+    # The rotated part's tile takes the weights, 64 queries by 64 keys, once its products are done.
+    k = (
+        gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
+        gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
+        gl.allocate_shared_memory(dtype, [2, KEYS, 64], NARROW),
     )
-    weights = gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, N], WEIGHTS)
-    keeps = gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], FLAT)
-    shares = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    there = gl.allocate_shared_memory(gl.int8, [STAGES, N], FLAT)
+    rows = gl.allocate_shared_memory(gl.int64, [2, KEYS], FLAT)
+    there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
+    tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
-    w_full, w_empty = _barriers(BUFFERS), _barriers(BUFFERS)
+    full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
-    # Of a thread of each group after the first, which has what is left of 512.
-    REGISTERS: gl.constexpr = (96, 160, 160)
     if request < bs:
         begin = entry(kv_indptr, request, nnz)
         length = gl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
         parts = gl.maximum(length - 1, 0) // chunk + 1
-        own = (gl.maximum(length - 1, 0) // parts + N) // N * N
+        own = (gl.maximum(length - 1, 0) // parts + KEYS) // KEYS * KEYS
         low = (c - before) * own
         high = gl.minimum(low + own, length)
+        tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS
         heads = gl.minimum(GROUP - member, ROWS)
@@ -293,32 +322,29 @@ def decode_attention_hopper_kernel(
         alone = parts == 1
         by = gl.maximum(scale, 1e-30) * LOG2E
         mbarrier.init(q_full, count=128)
-        mbarrier.init(done, count=1)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(i), count=129)
-            mbarrier.init(k_empty.index(i), count=2)
-        for i in gl.static_range(BUFFERS):
-            mbarrier.init(w_full.index(i), count=1)
-            mbarrier.init(w_empty.index(i), count=2)
+        mbarrier.init(done, count=2)
+        for w in gl.static_range(2):
+            mbarrier.init(p_full.index(w), count=1)
+            for i in gl.static_range(2):
+                mbarrier.init(full.index(2 * w + i), count=129 if i == 1 else 128)
+                mbarrier.init(empty.index(2 * w + i), count=1)
         gl.warp_specialize(
             [
                 (_fetch, (
                     q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, kv_indices + begin, head, heads, low,
-                    high, q_tiles, k_ring, there, q_full, k_full, k_empty, q_head, kc_page, num_slots, UNIT,
+                    high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_head, kc_page, num_slots, UNIT,
                 )),
-                (_weigh, (
-                    lse, part_lse, line, row * Q_HEADS, head, heads, alone, low, high, q_tiles, k_ring, there, weights,
-                    keeps, shares, q_full, k_full, w_full, w_empty, done, by, LSE,
+                (_work, (
+                    0, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
+                    high, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE,
+                    UNIT,
                 )),
-                (_sum, (
-                    0, out + row * out_row * UNIT, part, line, head, heads, alone, low, high, k_ring[0], weights, keeps,
-                    shares, k_full, k_empty, w_full, w_empty, done, out_head, UNIT,
-                )),
-                (_sum, (
-                    1, out + row * out_row * UNIT, part, line, head, heads, alone, low, high, k_ring[1], weights, keeps,
-                    shares, k_full, k_empty, w_full, w_empty, done, out_head, UNIT,
+                (_work, (
+                    1, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
+                    high, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE,
+                    UNIT,
                 )),
             ],
-            [4, 4, 4],
-            REGISTERS,
+            [4, 4],
+            [REGISTERS, REGISTERS],
         )  # fmt: skip
