@@ -72,7 +72,9 @@ def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
     assert len(rows) == 1
 
 
-@pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])
+@pytest.mark.parametrize(
+    "table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"]
+)
 def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does nothing, one that can't be built, and ours when it is wrong."""
     good = harness.time_row
@@ -130,7 +132,9 @@ def test_a_case_or_a_table_that_breaks_stops_no_other(
     ]  # fmt: skip
 
 
-machine = {"cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": ""}
+machine = {
+    "cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": "",
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("tables")
@@ -146,13 +150,19 @@ def test_inputs_that_change_nothing_are_refused() -> None:
 # --- launches ---------------------------------------------------------------------------------------
 
 
-def test_a_launch_that_is_not_programmatic_does_the_same(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_is_not_programmatic_does_the_same(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = tables["programmatic_launch"](True)
-    assert [r["of"] for r in rows] == ["get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write"]
+    assert [r["of"] for r in rows] == [
+        "get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write",
+    ]  # fmt: skip
     assert all(set(r["device_us"]) == {"hal", "without"} for r in rows)
     out = torch.empty(4, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
-    again = launch.without_programmatic(lambda: bench.launcher("cuda", "compute_positions")(zero, zero + 4, out))
+    again = launch.without_programmatic(
+        lambda: bench.launcher("cuda", "compute_positions")(zero, zero + 4, out)
+    )
     out.fill_(-7)
     again(0)
     assert out.tolist() == [0, 1, 2, 3]
@@ -180,7 +190,9 @@ def test_decode_by_block_table(tables: Tables, bs: int, keys: int, monkeypatch: 
     monkeypatch.setattr(block_table, "BLOCK_SIZES", (bs,))
     monkeypatch.setattr(block_table, "BLOCK_KEYS", (keys,))
     (row,) = tables["decode_by_block_table"](False)
-    assert row["step_us"] == {"slots": 32 * 3.0 + 2.0, "blocks, page": 32 * 4.0, "blocks, lane": 32 * 5.0}
+    assert row["step_us"] == {
+        "slots": 32 * 3.0 + 2.0, "blocks, page": 32 * 4.0, "blocks, lane": 32 * 5.0
+    }  # fmt: skip
 
 
 def test_a_wrong_variant_is_not_timed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
