@@ -156,9 +156,7 @@ def test_inputs_that_change_nothing_are_refused() -> None:
 # --- launches ---------------------------------------------------------------------------------------
 
 
-def test_a_launch_that_is_not_programmatic_does_the_same(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_is_not_programmatic_does_the_same(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tables["programmatic_launch"](True)
     assert [r["of"] for r in rows] == [
         "get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write",
@@ -166,9 +164,7 @@ def test_a_launch_that_is_not_programmatic_does_the_same(
     assert all(set(r["device_us"]) == {"hal", "without"} for r in rows)
     out = torch.empty(4, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
-    again = launch.without_programmatic(
-        lambda: bench.launcher("cuda", "compute_positions")(zero, zero + 4, out)
-    )
+    again = launch.without_programmatic(lambda: bench.launcher("cuda", "compute_positions")(zero, zero + 4, out))
     out.fill_(-7)
     again(0)
     assert out.tolist() == [0, 1, 2, 3]

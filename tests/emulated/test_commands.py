@@ -34,9 +34,7 @@ def test_info_has_the_devices_by_their_names() -> None:
 
 
 def test_doctor_names_the_lane() -> None:
-    rows = told("doctor", "--json", "--backend", "ascend", "--op", "kv_transfer", "--op", "alloc_decode")[
-        "results"
-    ]
+    rows = told("doctor", "--json", "--backend", "ascend", "--op", "kv_transfer", "--op", "alloc_decode")["results"]
     assert {(r["op"], r["ok"]) for r in rows if r["lane"] == "emulated"} == {
         ("kv_transfer", True),
         ("alloc_decode", True),
@@ -68,17 +66,11 @@ def test_the_suite_judges_every_op_on_the_second_device() -> None:
     assert len(results) == len(cases)
 
 
-def test_a_report_says_emulated_and_never_certifies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_says_emulated_and_never_certifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("ascend", ["alloc_decode"], "device", tmp_path, timeout=1800, quiet=True) == 0
     path = tmp_path / "report.json"
     report = read(path)
-    assert (report["lane"], report["verdict"]["certified"], report["verdict"]["failed"]) == (
-        "emulated",
-        False,
-        [],
-    )
+    assert (report["lane"], report["verdict"]["certified"], report["verdict"]["failed"]) == ("emulated", False, [])
     assert main(verify=path) == 0
     assert "lane emulated: not certified" in capsys.readouterr().out
     for forged in ({"certify": True}, {"certify": True, "lane": "device"}):

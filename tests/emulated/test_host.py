@@ -72,9 +72,7 @@ def test_rows_move_between_the_memories_in_order_with_the_callers_stream(
     for sample in samples[:: len(samples) // 4]:
         singles = lib.npu_count(1)
         with late(monkeypatch, "npu:1") as waits:
-            execute(
-                spec, spec.make(**sample.params), RegistryTarget.of("ascend", "device", "npu:1"), where=where
-            )
+            execute(spec, spec.make(**sample.params), RegistryTarget.of("ascend", "device", "npu:1"), where=where)
         assert waits == [True], sample.name
         assert lib.npu_count(1) == singles, "copies one by one, where a batch was possible"
 
@@ -120,15 +118,11 @@ def test_pageable_pools_move_too_on_chips_with_batches_and_without(batches: bool
 def test_a_kernel_is_told_of_tensors_that_are_not_where_it_starts() -> None:
     table, rows, lens = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([1, 1])
     unchecked = hal.bind("npu").get_last_loc
-    with pytest.raises(
-        hal.ArgumentError, match="expected a tensor on npu:1, like the others; got one on npu:0"
-    ):
+    with pytest.raises(hal.ArgumentError, match="expected a tensor on npu:1, like the others; got one on npu:0"):
         unchecked(table.to("npu:1"), rows.to("npu:0"), lens.to("npu:1"))
     with pytest.raises(hal.ArgumentError, match="expected an NPU tensor; got one on cpu"):
         unchecked(table, rows, lens)
-    with pytest.raises(
-        hal.ArgumentError, match="expected a tensor on npu:1, like req_to_token; got one on npu:0"
-    ):
+    with pytest.raises(hal.ArgumentError, match="expected a tensor on npu:1, like req_to_token; got one on npu:0"):
         hal.get_last_loc(table.to("npu:1"), rows.to("npu:0"), lens.to("npu:1"))
 
 
@@ -136,9 +130,7 @@ def test_a_thread_that_never_chose_a_device_serves_the_second_one() -> None:
     table = torch.arange(8, dtype=torch.int32).view(2, 4).to("npu:1")
     found: list[torch.Tensor] = []
     thread = threading.Thread(
-        target=lambda: found.append(
-            hal.get_last_loc(table, *(torch.tensor([1, 1]).to("npu:1") for _ in "ab"))
-        )
+        target=lambda: found.append(hal.get_last_loc(table, *(torch.tensor([1, 1]).to("npu:1") for _ in "ab")))
     )
     thread.start()
     thread.join()
@@ -171,9 +163,7 @@ def _one_staging(staging: Callable[..., KVPool]) -> Callable[..., KVPool]:
 
 
 @pytest.mark.parametrize("where", ON_THE_HOST[:2])
-def test_staging_that_is_reused_before_the_late_copy_is_caught(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staging_that_is_reused_before_the_late_copy_is_caught(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runtime, "STAGING_BYTES", 4096)
     monkeypatch.setattr(_runtime, "_copy", _copies_aside(_runtime._copy))
     spec = get_spec("kv_transfer")
@@ -195,14 +185,10 @@ def test_a_wait_and_copies_one_by_one_are_caught(
     for module in (_runtime, importlib.import_module("hal.backends.ascend.kv_transfer")):
         monkeypatch.setattr(module, *wrong, raising=False)
     with pytest.raises(AssertionError, match=r"one by one|\[False\] == \[True\]"):
-        test_rows_move_between_the_memories_in_order_with_the_callers_stream(
-            "device-to-host-cpu-slots", monkeypatch
-        )
+        test_rows_move_between_the_memories_in_order_with_the_callers_stream("device-to-host-cpu-slots", monkeypatch)
 
 
-def test_a_launch_on_another_device_and_one_on_another_stream_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_on_another_device_and_one_on_another_stream_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(self: launch.Launch, grid: tuple[int, ...], *args: object) -> None:
         self.kernel.jit[grid](*args, **self.static)
 
@@ -210,10 +196,7 @@ def test_a_launch_on_another_device_and_one_on_another_stream_are_caught(
         with npu.stream(npu.default_stream(self._device(args, "npu"))):
             self.kernel.jit[grid](*args, **self.static)
 
-    for start, says in (
-        (launched, "the kernel starts on npu:0"),
-        (defaulted, "get_last_loc|elements|wrong|expected"),
-    ):
+    for start, says in ((launched, "the kernel starts on npu:0"), (defaulted, "get_last_loc|elements|wrong|expected")):
         launch.forget()
         with monkeypatch.context() as patch:
             patch.setattr(launch.Launch, "_launch_ascend", start)

@@ -18,9 +18,7 @@ ROOT = Path(hal.__file__).parents[1]
 STORED = json.loads(Path(__file__).with_name("signatures.json").read_text("utf-8"))
 PLUGIN = ROOT / "examples/hal-backend-torch-npu"
 SOURCES = [
-    p
-    for d in ("hal", "registry", "backends", PLUGIN / "hal_backend_torch_npu")
-    for p in (ROOT / d).rglob("*.py")
+    p for d in ("hal", "registry", "backends", PLUGIN / "hal_backend_torch_npu") for p in (ROOT / d).rglob("*.py")
 ]
 MODULE = ("torch.npu", "torch_npu.npu", "npu")
 """What hal calls the module ``torch.npu``, beside `torch.get_device_module`."""
@@ -68,16 +66,11 @@ def test_they_are_found() -> None:
     assert {name.split("-")[1].split(".post")[0] for name in STORED["wheels"]} == {"2.6.0", "2.13.0"}
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "call"), CALLS, ids=[f"{name}-{where}" for where, name, _ in CALLS]
-)
+@pytest.mark.parametrize(("where", "name", "call"), CALLS, ids=[f"{name}-{where}" for where, name, _ in CALLS])
 def test_a_call_binds(where: str, name: str, call: ast.Call) -> None:
     star = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
     found = signature(name)
-    given = (
-        [a for a in call.args if not isinstance(a, ast.Starred)],
-        {k.arg: k for k in call.keywords if k.arg},
-    )
+    given = ([a for a in call.args if not isinstance(a, ast.Starred)], {k.arg: k for k in call.keywords if k.arg})
     (found.bind_partial if star else found.bind)(*given[0], **given[1])
 
 

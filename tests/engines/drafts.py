@@ -141,9 +141,7 @@ def eagle3() -> Path:
         "mlp.gate_proj": none[:8],
         "mlp.up_proj": none[:8],
         "mlp.down_proj": none[:, :8],
-        **{
-            name: torch.ones(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        },
+        **{name: torch.ones(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
     }
     weights = {
         **{f"midlayer.{name}.weight": w for name, w in layer.items()},

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hal.lowered import missing
-
 from engines import vllm_models
+
+from hal.lowered import missing
 
 if missing():
     pytest.skip(f"not the lowered lane: {missing()}", allow_module_level=True)

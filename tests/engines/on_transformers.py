@@ -18,10 +18,10 @@ from hal.engines import _engine  # noqa: E402
 if _engine.ENGINES["transformers"].obstacle():
     pytest.skip(_engine.ENGINES["transformers"].obstacle(), allow_module_level=True)
 
-import hal.engines.transformers  # noqa: E402
+from engines import tiny  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
-from engines import tiny  # noqa: E402
+import hal.engines.transformers  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()
 LENGTHS = (3, 14, 1, 22, 9, 17, 5, 11)

@@ -22,10 +22,7 @@ from sglang.srt.mem_cache.pool_host import mha  # noqa: E402
 
 # What `is_npu()` decides where SGLang is imported.
 cache_locs._is_npu, cache_locs._is_cpu = True, False
-mha.transfer_kv_dim_exchange, mha.TransferDirection = (
-    kvcacheio.transfer_kv_dim_exchange,
-    kvcacheio.TransferDirection,
-)
+mha.transfer_kv_dim_exchange, mha.TransferDirection = (kvcacheio.transfer_kv_dim_exchange, kvcacheio.TransferDirection)
 
 
 def allocation() -> None:

@@ -10,13 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import hal
 import pytest
 import torch
+from plugins import Plugins, manifest
+
+import hal
 from hal import engines
 from hal.engines import _engine
-
-from plugins import Plugins, manifest
 
 ROOT = Path(hal.__file__).parents[1]
 TABLE = torch.tensor([[7, 8, 9]], dtype=torch.int32)
@@ -124,8 +124,9 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     versions(monkeypatch, transformers="5.23.0")
     monkeypatch.setenv("COLUMNS", "300")
-    from hal.cli import app
     from typer.testing import CliRunner
+
+    from hal.cli import app
 
     told = CliRunner().invoke(app, ["info"]).output
     assert "transformers 5.23.0" in told

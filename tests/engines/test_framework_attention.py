@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hal
 import pytest
 import torch
+
+import hal
 from hal.engines import join_parts, join_sinks
 from hal.engines._masks import attend_trees, lists_of_tokens
 from hal.engines._mrope import axes_of, rows_of_tokens

@@ -108,28 +108,14 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "context-parallel": ({"attn_cp_size": 2, "tp_size": 2}, "context parallelism (--attn-cp-size 2)"),
-    "another-attention": (
-        {"attention_backend": "triton"},
-        "--attention-backend triton: all attention is hal's",
-    ),
+    "another-attention": ({"attention_backend": "triton"}, "--attention-backend triton: all attention is hal's"),
 }
 """Settings that hal refuses, and how."""
 if metadata.version("sglang") == "0.5.17":
     ngrams = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
-    REFUSED["chains"] = (
-        ngrams,
-        "speculative decoding (--speculative-algorithm NGRAM): this SGLang has it by its own",
-    )
+    REFUSED["chains"] = (ngrams, "speculative decoding (--speculative-algorithm NGRAM): this SGLang has it by its own")
 HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
-SCENARIOS = [
-    *HICACHE,
-    "chunked",
-    "latent-chunked",
-    "page-1",
-    "retracted",
-    "reference",
-    "latent-reference",
-]
+SCENARIOS = [*HICACHE, "chunked", "latent-chunked", "page-1", "retracted", "reference", "latent-reference"]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
 LEFT_OUT = () if os.environ.get("CI_ALL") else (
     *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference",

@@ -25,9 +25,7 @@ def tree(parents: list[int], bs: int) -> tuple[Tensor, dict[str, Tensor]]:
             mask[i, at], at = True, parents[at]
     masks, lens = mask.repeat(bs, 1, 1), torch.arange(10, 10 + bs)
     links = torch.empty(4, bs, n, dtype=torch.int64)
-    trees.reconstruct_indices_from_tree_mask_func(
-        masks.flatten(), lens, links[0].flatten(), *links[1:], bs, n
-    )
+    trees.reconstruct_indices_from_tree_mask_func(masks.flatten(), lens, links[0].flatten(), *links[1:], bs, n)
     return masks, dict(zip(("index", "next_token", "next_sibling"), links[1:], strict=True))
 
 
@@ -73,9 +71,7 @@ def test_a_draft_models_tree() -> None:
         lists.append(info)
         assert (states[:, 0] // 1000).tolist() == torch.arange(bs).repeat_interleave(topk).tolist()
         if i:  # a state goes on with the branch that its token came after
-            assert (states[:, 0] % 1000).tolist() == [
-                came_after[n // topk, t] + 1 for n, t in enumerate(ids.tolist())
-            ]
+            assert (states[:, 0] % 1000).tolist() == [came_after[n // topk, t] + 1 for n, t in enumerate(ids.tolist())]
         # Each branch's candidates are numbers of their own: of the step, the branch and the candidate.
         states = states // 1000 * 1000 + ids[:, None] + 1
         p = torch.rand(bs * topk, topk, generator=g)
@@ -83,15 +79,10 @@ def test_a_draft_models_tree() -> None:
         for branch, row in enumerate(tokens.tolist()):
             came_after.update({(branch // topk, t): int(ids[branch]) for t in row})
     order = torch.cat([x[0].flatten(1) for x in lists], dim=1).topk(n - 1).indices.sort().values
-    parents, candidates = (
-        torch.cat([x[2] for x in lists[:-1]], dim=1),
-        torch.cat([x[1] for x in lists], dim=1),
-    )
+    parents, candidates = (torch.cat([x[2] for x in lists[:-1]], dim=1), torch.cat([x[1] for x in lists], dim=1))
     mask, links = torch.ones(bs * n * n, dtype=torch.bool), torch.empty(3, bs, n, dtype=torch.int64)
     positions, lens = torch.empty(bs * n, dtype=torch.int64), torch.arange(bs)
-    trees.build_tree_kernel_efficient_func(
-        parents, order, lens, mask, positions, *links, topk, steps, n, None
-    )
+    trees.build_tree_kernel_efficient_func(parents, order, lens, mask, positions, *links, topk, steps, n, None)
     drafted = torch.cat([torch.full((bs, 1), -1), candidates.gather(1, order)], dim=1).tolist()
     for b in range(bs):
         for node, token in enumerate(drafted[b]):
@@ -133,17 +124,12 @@ def test_renormalized_probabilities() -> None:
         spec.top_k_renorm_prob(p, torch.tensor([2, 1])), torch.tensor([[0, 4 / 7, 3 / 7, 0], [1.0, 0, 0, 0]])
     )
     torch.testing.assert_close(
-        spec.top_p_renorm_prob(p, torch.tensor([0.5, 0.5])),
-        torch.tensor([[0, 4 / 7, 3 / 7, 0], [0.5, 0.5, 0, 0]]),
+        spec.top_p_renorm_prob(p, torch.tensor([0.5, 0.5])), torch.tensor([[0, 4 / 7, 3 / 7, 0], [0.5, 0.5, 0, 0]])
     )
 
 
 def test_slots_of_what_is_taken() -> None:
-    window, front, moved = (
-        torch.arange(10, 18),
-        torch.zeros(8, dtype=torch.int64),
-        torch.zeros(8, dtype=torch.int64),
-    )
+    window, front, moved = (torch.arange(10, 18), torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
     spec.fill_front_out_cache_loc_func(torch.tensor([3, 1]), window, front)
     spec.fill_accept_out_cache_loc_func(torch.tensor([[0, 1, 2, -1], [4, -1, -1, -1]]), window, moved, 8)
     assert front.tolist() == moved.tolist() == [10, 11, 12, 14, 0, 0, 0, 0]

@@ -75,20 +75,12 @@ def test_page_first_and_back(dtype: torch.dtype) -> None:
 def test_page_head_and_back() -> None:
     k, v = layers(), layers()
     pages = [torch.zeros(SLOTS // PAGE, HEADS, PAGE, LAYERS, DIM) for _ in range(2)]
-    kernels.transfer_kv_all_layer_lf_ph(
-        k, pages[0], v, pages[1], SRC, DST, ITEM, LAYERS * ITEM, LAYERS, PAGE, HEADS
-    )
+    kernels.transfer_kv_all_layer_lf_ph(k, pages[0], v, pages[1], SRC, DST, ITEM, LAYERS * ITEM, LAYERS, PAGE, HEADS)
     for i in range(LAYERS):
         for given, made in ((k, pages[0]), (v, pages[1])):
-            check(
-                given[i],
-                made[:, :, :, i].transpose(1, 2).reshape(SLOTS, HEADS, DIM),
-                torch.zeros(SLOTS, HEADS, DIM),
-            )
+            check(given[i], made[:, :, :, i].transpose(1, 2).reshape(SLOTS, HEADS, DIM), torch.zeros(SLOTS, HEADS, DIM))
     k_dst, v_dst = torch.zeros(2, SLOTS, HEADS, DIM)
-    kernels.transfer_kv_per_layer_ph_lf(
-        pages[0], k_dst, pages[1], v_dst, DST, SRC, 2, ITEM, LAYERS * ITEM, PAGE, HEADS
-    )
+    kernels.transfer_kv_per_layer_ph_lf(pages[0], k_dst, pages[1], v_dst, DST, SRC, 2, ITEM, LAYERS * ITEM, PAGE, HEADS)
     check(k[2], k_dst, torch.zeros_like(k_dst), [(a, a) for a, _ in COPIED])
     check(v[2], v_dst, torch.zeros_like(k_dst), [(a, a) for a, _ in COPIED])
 
@@ -160,9 +152,7 @@ def test_slots() -> None:
     lens = ends - starts
     indptr = torch.tensor([0, 3, 3, 5, 77], dtype=torch.int32)
     indices = torch.full((9,), -7, dtype=torch.int32)
-    kernels.create_flashinfer_kv_indices_triton[(3,)](
-        table, rows, lens, indptr, starts, indices, table.stride(0)
-    )
+    kernels.create_flashinfer_kv_indices_triton[(3,)](table, rows, lens, indptr, starts, indices, table.stride(0))
     assert indices.tolist() == [*want.tolist(), -7, -7, -7, -7]
     assert indptr.tolist() == [0, 3, 3, 5, 77]
     for changed in ({"ENTRY_PAGE_SIZE": 4}, {"token_mapping": table}):
@@ -225,9 +215,7 @@ def test_rope(neox: bool, signature: str) -> None:
     k_cache, v_cache = torch.zeros(2, SLOTS, kv_heads * dim)
     fused = kernels.FusedSetKVBufferArg(v, k_cache, v_cache, slots)
     if signature == "aot":
-        kernels.apply_rope_with_cos_sin_cache_inplace(
-            positions, q, k, dim, table, neox, fused_set_kv_buffer_arg=fused
-        )
+        kernels.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, table, neox, fused_set_kv_buffer_arg=fused)
     else:
         kernels.apply_rope_with_cos_sin_cache_inplace(
             q.view(n, heads, dim), k.view(n, kv_heads, dim), table, positions, is_neox=neox, fused_args=fused
@@ -291,8 +279,6 @@ for theirs, ours in (
     has = [n for n in has if n in takes or n != "reserved_skip_index"]
     assert takes[: len(has)] == has, theirs
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert not ran.returncode, ran.stderr[-3000:]
     assert inspect.isfunction(kernels.register)

@@ -53,10 +53,7 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
     scale = 0.3
     lists = [slots[kv[i] : kv[i + 1]] for i in range(3)]
     sinks = torch.randn(2 * HEADS) if sinking else None
-    each = [
-        dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap, sinks)
-        for i, s in enumerate(lists)
-    ]
+    each = [dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap, sinks) for i, s in enumerate(lists)]
     want, sums = map(torch.cat, zip(*each, strict=True))
     out = torch.zeros_like(want)
     kernels.extend_attention_fwd_unified(
@@ -93,21 +90,7 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
         last = q[qo[1:] - 1]
         one = torch.zeros(3, 2 * HEADS, 4)
         kernels.decode_attention_fwd(
-            last,
-            k_cache,
-            v_cache,
-            one,
-            kv,
-            slots,
-            None,
-            None,
-            None,
-            8,
-            scale,
-            1.0,
-            1.0,
-            logit_cap=cap,
-            sinks=sinks,
+            last, k_cache, v_cache, one, kv, slots, None, None, None, 8, scale, 1.0, 1.0, logit_cap=cap, sinks=sinks
         )
         torch.testing.assert_close(one, want[qo[1:] - 1])
 
@@ -157,20 +140,6 @@ def test_masks(skip_prefix: bool) -> None:
     torch.testing.assert_close(lse[seeing], sums[seeing])
     if not skip_prefix:
         kernels.extend_attention_fwd_unified(
-            q,
-            out.zero_(),
-            k_cache,
-            v_cache,
-            1.0,
-            1.0,
-            qo,
-            kv,
-            slots,
-            None,
-            5,
-            mask,
-            starts,
-            sm_scale=0.3,
-            sinks=sinks,
+            q, out.zero_(), k_cache, v_cache, 1.0, 1.0, qo, kv, slots, None, 5, mask, starts, sm_scale=0.3, sinks=sinks
         )
         torch.testing.assert_close(out, want)

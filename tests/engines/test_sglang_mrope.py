@@ -35,9 +35,7 @@ def main() -> None:
     from sglang.srt.layers.rotary_embedding import base, mrope
 
     # 0.5.17 asks its published settings for one of them.
-    base.get_exec = mrope.get_exec = lambda: SimpleNamespace(
-        deterministic=SimpleNamespace(rl_on_policy_target=None)
-    )
+    base.get_exec = mrope.get_exec = lambda: SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
     from hal.engines.sglang import rotary
 
     assert rotary._plain(mrope.YaRNScalingMRotaryEmbedding)

@@ -79,9 +79,7 @@ def test_empty_batches() -> None:
     assert [p.shape for p in parts] == [(0, 16), (0, 8), (0, 8)]
 
 
-def grown(
-    before: list[int], after: list[int], last: list[int], free: list[int], page: int
-) -> tuple[list[int], int]:
+def grown(before: list[int], after: list[int], last: list[int], free: list[int], page: int) -> tuple[list[int], int]:
     """Slots token by token: the next in the open page, or the first of the next free page."""
     slots, taken = [], 0
     for a, b, at in zip(before, after, last, strict=True):
@@ -187,17 +185,10 @@ def test_transfer_kv_dim_exchange(dtype: torch.dtype, with_v: bool) -> None:
         ({"page_size": 2}, ArgumentError, "device_k"),
     ],
 )  # fmt: skip
-def test_transfer_refuses_and_writes_nothing(
-    changed: dict[str, Any], error: type[Exception], says: str
-) -> None:
+def test_transfer_refuses_and_writes_nothing(changed: dict[str, Any], error: type[Exception], says: str) -> None:
     host = {"host_k": torch.zeros(HP, L, PAGE, H, D), "host_v": torch.zeros(HP, L, PAGE, H, D)}
     device = {"device_k": torch.ones(L, P, PAGE, H, D), "device_v": torch.ones(L, P, PAGE, H, D)}
-    call = {
-        "device_indices": slots_of([0, 1]),
-        "host_indices": slots_of([2, 3]),
-        "page_size": PAGE,
-        "direction": 2,
-    }
+    call = {"device_indices": slots_of([0, 1]), "host_indices": slots_of([2, 3]), "page_size": PAGE, "direction": 2}
     with pytest.raises(error, match=says):
         npu.transfer_kv_dim_exchange(**{**call, **host, **device, **changed})
     assert not any(t.any() for t in host.values())
@@ -245,12 +236,7 @@ def test_scatter_and_prefixes() -> None:
 def test_writes_that_do_not_fit() -> None:
     key, cache, slots = torch.ones(1, H, D), torch.zeros(2, PAGE, H, D), torch.zeros(1, dtype=I32)
     tiled: dict[str, Any]
-    for tiled in (
-        {"cache_mode": "PA_NZ"},
-        {"cache_mode": None},
-        {"seq_lens": slots},
-        {"compress_lens": slots},
-    ):
+    for tiled in ({"cache_mode": "PA_NZ"}, {"cache_mode": None}, {"seq_lens": slots}, {"compress_lens": slots}):
         with pytest.raises(npu.Unsupported, match=next(iter(tiled))):
             npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, **tiled)
     flat = cache.view(-1, H, D)
@@ -281,9 +267,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Te
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
     """One rounding to got's dtype, and a little of fp32 before it."""
-    torch.testing.assert_close(
-        got, want.to(got.dtype).view_as(got), rtol=1.6 * torch.finfo(got.dtype).eps, atol=2e-6
-    )
+    torch.testing.assert_close(got, want.to(got.dtype).view_as(got), rtol=1.6 * torch.finfo(got.dtype).eps, atol=2e-6)
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -314,9 +298,7 @@ def test_split_qkv(norm: bool, rope: int, neox: bool) -> None:
     cos, sin = torch.rand(2, N, 1, 1, rope // 2).bfloat16()
     weights = [torch.randn(DIM).bfloat16() if norm else None for _ in range(2)]
     twice = [t.repeat(1, 1, 1, 2) for t in (sin, cos)]
-    got = npu.split_qkv_rmsnorm_rope(
-        qkv, *twice, *SIZES, DIM, EPS if norm else None, *weights, is_neox_style=neox
-    )
+    got = npu.split_qkv_rmsnorm_rope(qkv, *twice, *SIZES, DIM, EPS if norm else None, *weights, is_neox_style=neox)
     for new, old, weight in zip(got, parts(qkv), weights, strict=False):
         near(new, rotated(normed(old, weight, EPS), cos.view(N, -1), sin.view(N, -1), neox).reshape(N, -1))
     assert torch.equal(got[2], qkv[:, -SIZES[1] :])

@@ -72,9 +72,7 @@ def test_a_name_that_is_taken_is_left_alone() -> None:
     theirs = torch.library.Library("npu", "FRAGMENT")
     theirs.define("alloc_extend(Tensor x) -> Tensor")
     try:
-        with pytest.raises(
-            EngineError, match=r"alloc_extend already, of sgl_kernel_npu.*leave sgl_kernel_npu out"
-        ):
+        with pytest.raises(EngineError, match=r"alloc_extend already, of sgl_kernel_npu.*leave sgl_kernel_npu out"):
             npu.register()
         assert not hasattr(torch.ops.npu, "cache_loc_assign")
     finally:
@@ -97,9 +95,7 @@ def package(root: Path, kvcacheio: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         for folder in {file.parent, root / "sgl_kernel_npu"}:
             (folder / "__init__.py").touch()
-        lines = [
-            f"def {n}({', '.join(npu._parameters(getattr(npu, n)) or ())}): raise SystemError" for n in names
-        ]
+        lines = [f"def {n}({', '.join(npu._parameters(getattr(npu, n)) or ())}): raise SystemError" for n in names]
         file.write_text("\n".join(lines) if path != "kvcacheio" else kvcacheio)
 
 
@@ -123,10 +119,7 @@ def test_sglangs_own_ascend_code_runs_on_hal(tmp_path: Path) -> None:
     """Its allocator, its speculative slots and its host pool's copies, unchanged, on a CPU."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed here")
-    package(
-        tmp_path,
-        "def transfer_kv_dim_exchange(device_indices): pass\nclass TransferDirection: H2D, D2H = 1, 2",
-    )
+    package(tmp_path, "def transfer_kv_dim_exchange(device_indices): pass\nclass TransferDirection: H2D, D2H = 1, 2")
     done = subprocess.run(
         [sys.executable, str(CHILD), str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
     )

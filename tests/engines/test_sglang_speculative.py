@@ -152,8 +152,7 @@ def test_cached_prefixes_are_used(job: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "target", "draft"),
-    [("standalone", 2, 2), ("nextn", 1, 1), ("eagle3", drafts.LAYERS, 1)],
+    ("job", "target", "draft"), [("standalone", 2, 2), ("nextn", 1, 1), ("eagle3", drafts.LAYERS, 1)]
 )
 def test_every_layer_of_every_step(job: str, target: int, draft: int) -> None:
     """A step is two drafts that are read, the target's verification, and the draft model's reading of what it took."""
@@ -165,8 +164,7 @@ def test_every_layer_of_every_step(job: str, target: int, draft: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "target", "draft"),
-    [("eagle-trees", 1, 1), ("nextn-trees", 1, 1), ("eagle3-trees", drafts.LAYERS, 1)],
+    ("job", "target", "draft"), [("eagle-trees", 1, 1), ("nextn-trees", 1, 1), ("eagle3-trees", drafts.LAYERS, 1)]
 )
 def test_every_layer_of_every_step_in_trees(job: str, target: int, draft: int) -> None:
     """Branches and the tree are read by both ops in each layer, prefix and drafts; what was taken, as in chains."""
@@ -203,7 +201,4 @@ def test_alternatives_are_taken() -> None:
 def test_windows_beside_trees_are_refused() -> None:
     assert not started().wait()
     assert "error" in json.loads((folder() / "window.json").read_text())
-    assert (
-        "hal: sglang can't run this on hal: a sliding window beside trees"
-        in (folder() / "window.log").read_text()
-    )
+    assert "hal: sglang can't run this on hal: a sliding window beside trees" in (folder() / "window.log").read_text()

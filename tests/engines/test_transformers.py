@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-
 from engines.on_transformers import NEW, OPS, batched, counting, counts, generate, padded, prompts, stock  # noqa: F401
 
 # isort: split
-import hal
-import hal.engines.transformers as on_hal
 import transformers
-from hal.demo import weights
-
 from engines import tiny, vllm_models
 from plugins import Plugins, manifest
+
+import hal
+import hal.engines.transformers as on_hal
+from hal.demo import weights
 
 
 @pytest.fixture

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-
 from engines.on_transformers import NEW, OPS, batched, counting, counts, generate, padded, prompts, stock  # noqa: F401
 
 # isort: split
+import transformers
+from engines import tiny
+
 import hal
 import hal.engines.transformers as on_hal
-import transformers
 from hal.engines import EngineError, _engine
 from hal.engines.transformers import paged, step
-
-from engines import tiny
 
 ROOT = Path(hal.__file__).parents[1]
 

@@ -322,9 +322,10 @@ def test_the_selector_gets_reasons() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     import hal.engines.vllm as plugin
     from hal.engines import EngineError, _engine
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     monkeypatch.setenv("HAL_ENGINES", "vllm")
     monkeypatch.setitem(_engine.ENGINES, "vllm", replace(_engine.ENGINES["vllm"], tested=">=99"))

@@ -13,9 +13,10 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from hal.engines.vllm import fuse, rotary
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.utils.torch_utils import _encode_layer_name
+
+from hal.engines.vllm import fuse, rotary
 
 assert rotary.LIBRARY
 D, Q, K, N = 8, 32, 16, 5

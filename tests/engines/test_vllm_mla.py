@@ -157,9 +157,7 @@ class Case:
         self.builder = mla_step.MLAStepBuilder(spec, ["layer"], settings, torch.device("cpu"))  # type: ignore[arg-type]
         self.truth = self._truth(lengths, new, table, stored.double())
 
-    def _truth(
-        self, lengths: list[int], new: Sequence[int], table: torch.Tensor, stored: torch.Tensor
-    ) -> torch.Tensor:
+    def _truth(self, lengths: list[int], new: Sequence[int], table: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         w, found = TINY, []
         for length, m, row, q in zip(lengths, new, table, self.q.double().split(list(new)), strict=True):
             rows = stored[row.long()].flatten(0, 1)[:length]
@@ -168,9 +166,7 @@ class Case:
             k, v = torch.cat([heads[..., : w.nope], rope], -1), heads[..., w.nope :]
             logits = torch.einsum("qhd,khd->hqk", q, k) * 0.2
             ahead = torch.arange(length) > torch.arange(length - m, length)[:, None]
-            found.append(
-                torch.einsum("hqk,khd->qhd", logits.masked_fill(ahead, float("-inf")).softmax(-1), v)
-            )
+            found.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(ahead, float("-inf")).softmax(-1), v))
         return torch.cat(found)
 
     def run(self, step: mla_step.MLAStep) -> torch.Tensor:
@@ -179,9 +175,7 @@ class Case:
         out = torch.full((len(self.q), HEADS * w.v), float("nan"), dtype=self.q.dtype)
         if at < len(self.q):
             nothing = self.q[:0]
-            self.impl.forward_mha(
-                self.q[at:], nothing, nothing, self.cache, step, self.k_scale, output=out[at:]
-            )
+            self.impl.forward_mha(self.q[at:], nothing, nothing, self.cache, step, self.k_scale, output=out[at:])
         if at:
             up = self.weight.view(HEADS, w.nope + w.v, w.lora)
             wide = torch.einsum("qhd,hdl->qhl", self.q[:at, :, : w.nope], up[:, : w.nope])

@@ -11,8 +11,9 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from hal.engines.vllm import rotary
 from vllm.config import VllmConfig, set_current_vllm_config
+
+from hal.engines.vllm import rotary
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 7
 COMMON: dict[str, Any] = {"head_size": DIM, "max_position_embeddings": 64, "base": 10000.0, "dtype": torch.float32}

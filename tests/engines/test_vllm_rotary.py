@@ -13,12 +13,13 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-import hal
-from hal.engines import EngineError
-from hal.engines.vllm import rotary
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi3
+
+import hal
+from hal.engines import EngineError
+from hal.engines.vllm import rotary
 
 STOCK = phi3.Phi3LongRoPEScaledRotaryEmbedding
 SHORT, LONG, HEAD, ROTARY = 64, 256, 24, 16

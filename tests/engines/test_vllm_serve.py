@@ -20,9 +20,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-import hal
-
 from engines import vllm_models, vllm_worker
+
+import hal
 
 NEW = 8
 STARTS_WITHIN = 400

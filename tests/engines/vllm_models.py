@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import hal
 import torch
-from hal import _env
-
 from engines import tiny
+
+import hal
+from hal import _env
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
@@ -93,6 +93,7 @@ def smollm2() -> Path:
     if (path / "config.json").exists():
         return path
     import transformers
+
     from hal.demo import weights
 
     loaded = weights.load(False, torch.float32, torch.device("cpu"))

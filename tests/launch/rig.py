@@ -114,9 +114,7 @@ class Rig:
         self.pre_run: list[Any] = []
         self.space: dict[str, Any] = {"WIDTH": 3}
         params = bytes(1 * p.specialize + 2 * p.typed for p in self.params)
-        self.native = helper.Launch(
-            self.slow, params, self.pre_run, (("WIDTH", self.space["WIDTH"], self.space),)
-        )
+        self.native = helper.Launch(self.slow, params, self.pre_run, (("WIDTH", self.space["WIDTH"], self.space),))
 
     def compiled_for(self, args: tuple[Any, ...]) -> tuple[str, str]:
         specialization = self.binder(*args, BLOCK=64)[1]

@@ -20,9 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton.knobs", reason="the key is that of the Triton which has `knobs`; Ascend's has none"
-)
+pytest.importorskip("triton.knobs", reason="the key is that of the Triton which has `knobs`; Ascend's has none")
 
 import triton
 import triton.language as tl
@@ -150,9 +148,7 @@ def test_a_hook_that_refuses_to_compile_is_an_error(rig: Rig, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("why", ["old", "no compiler"])
-def test_without_the_helper_it_is_tritons_own_launch_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_without_the_helper_it_is_tritons_own_launch_and_says_so(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "old":
         monkeypatch.setattr(triton, "__version__", "3.5.1")
     else:
@@ -173,11 +169,7 @@ def test_a_constexpr_global_is_known_by_identity() -> None:
     width = tl.constexpr(3)
     space: dict[str, Any] = {"WIDTH": width, "TABLE": [1]}
     jit = types.SimpleNamespace(
-        cache_key="",
-        used_global_vals={
-            ("WIDTH", 0): (copy.copy(width), space),
-            ("TABLE", 0): ([1], space),
-        },
+        cache_key="", used_global_vals={("WIDTH", 0): (copy.copy(width), space), ("TABLE", 0): ([1], space)}
     )
     used = launch._used_globals(types.SimpleNamespace(jit=jit))  # type: ignore[arg-type]
     # What is no constexpr may change in place: known by no identity, it leaves its kernel to Triton's own launch.

@@ -91,9 +91,7 @@ def crowd(
     pass
 
 
-def test_a_kernel_of_more_arguments_than_the_helper_has_room_for(
-    helper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_of_more_arguments_than_the_helper_has_room_for(helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started without the helper."""
     monkeypatch.setattr(launch, "_helper", lambda: helper)
     monkeypatch.setattr(launch, "lane", lambda: "device")
@@ -132,9 +130,7 @@ found.loader.exec_module(helper)
         ("slow, bytes(4), hooks, used, name=1", "TypeError"),
     ],
 )
-def test_a_launch_that_can_t_be_made_keeps_and_drops_no_reference(
-    helper: Any, arguments: str, error: str
-) -> None:
+def test_a_launch_that_can_t_be_made_keeps_and_drops_no_reference(helper: Any, arguments: str, error: str) -> None:
     told = in_a_child(
         f"""
 slow, hooks, used = (lambda *a: 0), [], (("A", 1, dict()),)
@@ -172,12 +168,7 @@ print(one((1,), 2, 3))
 """,
         built=helper,
     )
-    assert told.splitlines() == [
-        "not callable",
-        "hal: a launch is made once",
-        "hal: a launch is made once",
-        "slow",
-    ]
+    assert told.splitlines() == ["not callable", "hal: a launch is made once", "hal: a launch is made once", "slow"]
 
 
 def test_cycles_through_a_launch_are_collected(helper: Any) -> None:

@@ -103,9 +103,7 @@ def test_an_annotated_integer_out_of_its_range_is_left_to_the_slow_path(helper: 
     assert rig(BASE, 2**40, 2**31 + 1) == "slow"
 
 
-@pytest.mark.parametrize(
-    "what", ["hook", "other hook", "debug", "instrumentation", "pre-run", "global", "device"]
-)
+@pytest.mark.parametrize("what", ["hook", "other hook", "debug", "instrumentation", "pre-run", "global", "device"])
 def test_what_disturbs_goes_the_slow_way(helper: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     rig = Rig(helper)
     args = (BASE, BASE, 5, 6)
@@ -178,9 +176,7 @@ NUMBERS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(
     calls=st.lists(
-        st.tuples(NUMBERS, NUMBERS, st.integers(-(2**63), 2**63 - 1) | st.booleans()),
-        min_size=1,
-        max_size=5,
+        st.tuples(NUMBERS, NUMBERS, st.integers(-(2**63), 2**63 - 1) | st.booleans()), min_size=1, max_size=5
     )
 )
 def test_numbers_of_every_kind_reach_a_float_parameter_as_what_they_are(

@@ -52,9 +52,7 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     ]  # fmt: skip
     if not all(os.path.isabs(x) for x in libraries):
         pytest.skip("gcc has no sanitizers here")
-    helper = built(
-        tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    )
+    helper = built(tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     # What it covers is covered without the sanitizers, at a fraction of the time.
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")},

@@ -230,9 +230,7 @@ def test_threads_start_their_pairs_together(rig: Rig) -> None:
     rig(A, B)
     rig(A, B)
     rig.driver.started.clear()
-    threads = [
-        threading.Thread(target=lambda: [rig.plans.start(A, B, 0.5, 3) for _ in range(50)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [rig.plans.start(A, B, 0.5, 3) for _ in range(50)]) for _ in range(4)]
     for t in threads:
         t.start()
     for t in threads:

@@ -64,9 +64,7 @@ def test_twice_the_size_is_twice_the_bytes() -> None:
     assert scaled(512, programs=3).bytes == 3 * scaled(512).bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "unit", "deep"), [(torch.bfloat16, "cube", 16), (torch.float32, "cube32", 8)]
-)
+@pytest.mark.parametrize(("dtype", "unit", "deep"), [(torch.bfloat16, "cube", 16), (torch.float32, "cube32", 8)])
 def test_products_are_counted_exactly(dtype: torch.dtype, unit: str, deep: int) -> None:
     m, k, n = 32, 64, 128
     a, b = torch.zeros(m, k, dtype=dtype), torch.zeros(k, n, dtype=dtype)
@@ -82,9 +80,7 @@ def test_products_are_counted_exactly(dtype: torch.dtype, unit: str, deep: int) 
 @pytest.mark.parametrize("op", hal_backend().ops)
 def test_counts_are_those_of_the_run(op: str) -> None:
     """The first inspected case of every op, counted, against every access of the same call, made and traced."""
-    case = next(
-        c for c in inspected() if c.op == op and ("attention" not in op or c.name.startswith("smollm2"))
-    )
+    case = next(c for c in inspected() if c.op == op and ("attention" not in op or c.name.startswith("smollm2")))
     args = case.make()
     function = getattr(import_module(f"hal.backends.ascend.{op}"), op)
     with counting() as found:
@@ -122,9 +118,7 @@ def test_memory_bounds_what_cores_do_not() -> None:
 
 def test_what_hangs_on_a_tensors_values_is_refused() -> None:
     with pytest.raises(HalError, match="hangs on values of a tensor"):
-        counted(
-            by_value, (1,), torch.ones(16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), BLOCK=16
-        )
+        counted(by_value, (1,), torch.ones(16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), BLOCK=16)
 
 
 def test_every_op_has_a_row_on_both_machines(

@@ -101,9 +101,7 @@ def test_one_kernel_by_either_name() -> None:
     assert {r["op"] for r in rows} == {"get_last_loc"}
     assert {r["verdict"] for r in rows} == {"ok"}, inspect.table(rows)
     assert all(set(r["targets"]) == set(TARGETS) for r in rows)
-    assert [set(r["targets"]) for r in inspect.inspect("get_last_loc", TARGETS[:1])] == [
-        set(TARGETS[:1])
-    ] * len(rows)
+    assert [set(r["targets"]) for r in inspect.inspect("get_last_loc", TARGETS[:1])] == [set(TARGETS[:1])] * len(rows)
     with pytest.raises(HalError, match="no kernel called 'nothing'"):
         inspect.inspect("nothing")
     with pytest.raises(HalError, match="no target Ascend; there are Ascend910B3, "):

@@ -82,9 +82,7 @@ def test_atomics_are_told_as_races() -> None:
     dst = torch.zeros(16, dtype=I32)
     kernels.count_up((1,), dst, 16, BLOCK=16)
     assert dst.tolist() == [1] * 16
-    with pytest.raises(
-        lowered.RaceError, match="program \\(1, 0, 0\\) would read what program \\(0, 0, 0\\)"
-    ):
+    with pytest.raises(lowered.RaceError, match="program \\(1, 0, 0\\) would read what program \\(0, 0, 0\\)"):
         kernels.count_up((5,), dst, 16, BLOCK=16)
     with pytest.raises(lowered.AccessError, match="past the end of dst"):
         kernels.count_up((1,), dst[:9], 9, BLOCK=16)
@@ -191,9 +189,7 @@ linalg.yield %3 : f32"""
         ("(d1, d2)", "(d0, d1, d2)", '"parallel", "parallel", "reduction"'),
     ],
 )
-def test_the_innermost_loop_of_a_product_is_over_what_lies_together(
-    order: str, dims: str, kinds: str
-) -> None:
+def test_the_innermost_loop_of_a_product_is_over_what_lies_together(order: str, dims: str, kinds: str) -> None:
     lines = loops.ordered(PRODUCT.replace("ORDER", order)).splitlines()
     said = ", ".join(f"affine_map<{dims} -> {results}>" for results in ("(d0, d2)", order, "(d0, d1)"))
     assert lines[3] == f"linalg.generic {{indexing_maps = [{said}], iterator_types = [{kinds}]}} ins()"
@@ -233,9 +229,7 @@ declare {kind} @hal_pin_16_4xf32(ptr, ptr, i64, i64, i64)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
-    bits = torch.tensor(
-        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00018000, 0x7F800001, -0x7FFFFFFF - 1]
-    )
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00018000, 0x7F800001, -0x7FFFFFFF - 1])
     src = bits.to(torch.int32).view(torch.float32).to(dtype)
     dst = torch.zeros(7, dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
     sabotage.overlapping((1,), src, dst, 7, BLOCK=8)
@@ -246,9 +240,7 @@ def test_bf16_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
 # --- IR that the lane does not know -----------------------------------------------------------------------
 
 
-KERNEL = (
-    "define void @k(ptr %0, i32 %1, i32 %2, i32 %3, i32 %4, i32 %5, i32 %6) {{\n  {line}\n  ret void\n}}\n"
-)
+KERNEL = "define void @k(ptr %0, i32 %1, i32 %2, i32 %3, i32 %4, i32 %5, i32 %6) {{\n  {line}\n  ret void\n}}\n"
 
 
 @pytest.mark.parametrize(
@@ -297,9 +289,7 @@ end:
   call void @free(ptr %buffer)"""
     form = lowered.Lowered("k", (), (), {}, "", "", "")
     for size, checked in ((64, False), (60, True)):
-        text = (
-            KERNEL.format(line=body.format(size=size)) + "declare ptr @malloc(i64)\ndeclare void @free(ptr)\n"
-        )
+        text = KERNEL.format(line=body.format(size=size)) + "declare ptr @malloc(i64)\ndeclare void @free(ptr)\n"
         code = machine._machine_code(dataclasses.replace(form, llvm=text), True, machine._target())
         assert (b"hal_check" in code) == checked
 
@@ -307,9 +297,7 @@ end:
 def test_ir_that_llvm_refuses() -> None:
     t = torch.zeros(16, dtype=I32)
     form = lowered.lower(sabotage.copy_block.jit, (t, t.clone(), 16), {"BLOCK": 16})
-    broken = dataclasses.replace(
-        form, llvm=KERNEL.format(line="%7 = add i32 %nothing, 1"), key=form.key + "y"
-    )
+    broken = dataclasses.replace(form, llvm=KERNEL.format(line="%7 = add i32 %nothing, 1"), key=form.key + "y")
     with pytest.raises(lowered.LoweringError, match="LLVM failed"):
         machine.launch(broken, (1,), (t, t.clone(), 16), frozenset())
 
@@ -333,9 +321,7 @@ def test_buffers_are_read_with_their_strides() -> None:
 
 def test_a_hivmc_that_fails_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "hivmc"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo "hivmc 1.0" && exit 0\necho "error: no" >&2; exit 1\n'
-    )
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "hivmc 1.0" && exit 0\necho "error: no" >&2; exit 1\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     t = torch.zeros(16, dtype=I32)

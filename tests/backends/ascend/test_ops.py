@@ -49,14 +49,7 @@ def test_sample(op: str, sample: Any) -> None:
         assert refused.split(":")[0] in ("fp8", "head_dim", "device_slots")
 
 
-LATENT = {
-    "kv_heads": 1,
-    "head_dim": 576,
-    "v_head_dim": 512,
-    "cache": "paged",
-    "page_size": 16,
-    "cache_view": "shared",
-}
+LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache": "paged", "page_size": 16, "cache_view": "shared"}
 
 
 @pytest.mark.parametrize(

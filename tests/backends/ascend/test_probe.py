@@ -50,11 +50,7 @@ def probe(folder: Path) -> str:
     env = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     # -S: no site-packages. hal's light modules need only pluggy, which the probe doesn't import.
     ran = subprocess.run(
-        [sys.executable, "-S", "-c", code, *base, *PLUGGY],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
+        [sys.executable, "-S", "-c", code, *base, *PLUGGY], capture_output=True, text=True, env=env, check=False
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
@@ -84,9 +80,7 @@ def ascend(tmp_path: Path) -> Path:
 
 
 def torch_is(folder: Path, cuda: str | None = None, available: bool = True, count: int = 8) -> None:
-    package(
-        folder, "torch", TORCH.format(cuda=cuda, npu=NPU.format(available=available, count=count)), "2.13.0"
-    )
+    package(folder, "torch", TORCH.format(cuda=cuda, npu=NPU.format(available=available, count=count)), "2.13.0")
 
 
 def test_all_there(ascend: Path) -> None:
@@ -131,14 +125,10 @@ def test_torch_npu_without_cann(ascend: Path) -> None:
 
 
 def test_import_torch_fails_for_torch_npu(ascend: Path) -> None:
-    package(
-        ascend, "torch", "raise RuntimeError('Failed to load the backend extension: torch_npu.')", "2.13.0"
-    )
+    package(ascend, "torch", "raise RuntimeError('Failed to load the backend extension: torch_npu.')", "2.13.0")
     package(ascend, "torch_npu", "", "2.13.0")
     said = probe(ascend)
-    assert said.startswith(
-        "`import torch` fails while it loads torch_npu (Failed to load the backend extension"
-    )
+    assert said.startswith("`import torch` fails while it loads torch_npu (Failed to load the backend extension")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
 
@@ -226,7 +216,5 @@ def test_the_package_triton_is_gone(elsewhere: Path) -> None:
 
 
 def test_without_the_tools_the_lane_says_so(elsewhere: Path) -> None:
-    with pytest.raises(
-        lowered.ToolchainError, match="the lowered lane can't run: triton-ascend is not installed"
-    ):
+    with pytest.raises(lowered.ToolchainError, match="the lowered lane can't run: triton-ascend is not installed"):
         toolchain.require.__wrapped__()

@@ -30,9 +30,7 @@ def test_cache_locs() -> None:
 
 
 def test_alloc_extend() -> None:
-    before, after, last, free = (
-        torch.tensor(x, dtype=I32) for x in ([0, 20], [17, 33], [-1, 899], [7, 3, 9, 5])
-    )
+    before, after, last, free = (torch.tensor(x, dtype=I32) for x in ([0, 20], [17, 33], [-1, 899], [7, 3, 9, 5]))
     out, pages = torch.empty(30, dtype=I32), torch.zeros(1, dtype=I32)
     npu.alloc_extend(before, after, last, free, PAGE, out, pages)
     assert out.tolist() == [*range(112, 128), 48, *range(900, 912), 144]
@@ -52,14 +50,10 @@ def test_paged_writes() -> None:
 def test_host_pages() -> None:
     device = torch.randn(2, 2, 4, PAGE, 2, 32).half()
     host = torch.zeros(2, 5, 2, PAGE, 2, 32).half()
-    pages = [
-        (torch.tensor(x)[:, None] * PAGE + torch.arange(PAGE)).flatten().to(I32) for x in ([3, 0], [1, 4])
-    ]
+    pages = [(torch.tensor(x)[:, None] * PAGE + torch.arange(PAGE)).flatten().to(I32) for x in ([3, 0], [1, 4])]
     call = {"page_size": PAGE, "direction": npu.TransferDirection.D2H}
     with pytest.raises(ArgumentError, match="device_indices"):
-        npu.transfer_kv_dim_exchange(
-            pages[0] + PAGE, pages[1], device[0], host[0], device[1], host[1], **call
-        )
+        npu.transfer_kv_dim_exchange(pages[0] + PAGE, pages[1], device[0], host[0], device[1], host[1], **call)
     assert not host.any()
     npu.transfer_kv_dim_exchange(*pages, device[0], host[0], device[1], host[1], **call)
     assert torch.equal(host[:, [1, 4]], device[:, :, [3, 0]].transpose(1, 2))
@@ -69,16 +63,7 @@ def test_host_pages() -> None:
 def test_split_qkv() -> None:
     """As the reference has it, which its own test judges, to one rounding."""
     qkv, angles = torch.randn(3, 4 * 64 + 2 * 2 * 64).bfloat16(), torch.rand(2, 3, 32).bfloat16()
-    given = (
-        qkv,
-        *angles.repeat(1, 1, 2),
-        256,
-        128,
-        64,
-        1e-6,
-        torch.rand(64).bfloat16(),
-        torch.rand(64).bfloat16(),
-    )
+    given = (qkv, *angles.repeat(1, 1, 2), 256, 128, 64, 1e-6, torch.rand(64).bfloat16(), torch.rand(64).bfloat16())
     got = npu.split_qkv_rmsnorm_rope(*given)
     with hal.use("reference"):
         want = npu.split_qkv_rmsnorm_rope(*given)

@@ -15,10 +15,7 @@ SECOND = 1440
 """Where the second argument begins, in the first one's memory."""
 UNITS = (1, 4, 16, 16, 64, 64, 128, 256)
 
-LATE_READER = [
-    *([(0, 0, 1, size, size, False)] for size in (128, 128, 256)),
-    [(0, 128, 1, 16, 16, True)],
-]
+LATE_READER = [*([(0, 0, 1, size, size, False)] for size in (128, 128, 256)), [(0, 128, 1, 16, 16, True)]]
 """The last writes what only the last reader has read, after two have read the same."""
 
 
@@ -46,9 +43,7 @@ def accesses(seed: int) -> list[list[tuple[int, int, int, int, int, bool]]]:
     if seed % 2:
         return [[(*rng.choice(same), rng.random() < writes) for _ in range(8)] for _ in range(programs)]
     size = EXTENT // programs
-    pieces = [
-        draw(p * size, min(EXTENT, (p + 1) * size + rng.choice((0, 0, 16, 700)))) for p in range(programs)
-    ]
+    pieces = [draw(p * size, min(EXTENT, (p + 1) * size + rng.choice((0, 0, 16, 700)))) for p in range(programs)]
     return [[(*rng.choice(mine), rng.random() < 0.5) for _ in range(8)] for mine in pieces]
 
 
@@ -86,9 +81,7 @@ def test_races_are_those_of_the_bytes(shared: bool) -> None:
         # Begins anywhere: what the trace keeps together does not depend on it.
         base = ctypes.addressof(memory) + seed % 64
         programs = accesses(seed) if seed else LATE_READER
-        given = (ctypes.c_int64 * 26)(
-            base, EXTENT, shared, *words, base + SECOND, EXTENT - SECOND, shared, *words
-        )
+        given = (ctypes.c_int64 * 26)(base, EXTENT, shared, *words, base + SECOND, EXTENT - SECOND, shared, *words)
 
         def run(*_: Any, todo: list[list[Any]] = programs) -> None:
             for argument, offset, rows, step, row, write in todo[place.state.program - 1]:

@@ -17,9 +17,7 @@ OPS = ("decode_attention", "extend_attention")
 @pytest.mark.parametrize("op", OPS)
 def test_shared_out_it_gives_the_same_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> torch.Tensor:
-        found: torch.Tensor = ours(op)(
-            **get_spec(op).make(bs=7, longest=60, slots=2000, dtype="fp32", lse=False)
-        )
+        found: torch.Tensor = ours(op)(**get_spec(op).make(bs=7, longest=60, slots=2000, dtype="fp32", lse=False))
         return found
 
     alone = run()
@@ -66,14 +64,7 @@ def test_with_the_matrix_unit_and_without(op: str, tiles: bool, monkeypatch: pyt
         kernel = module.tile_kernel if tiles else module.kernel
         monkeypatch.setattr(module, "kernel_for", lambda *_, kernel=kernel: kernel)
     monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, 0))
-    some: dict[str, Any] = {
-        "bs": 2,
-        "q_heads": 9,
-        "kv_heads": 3,
-        "dtype": "bf16",
-        "slots": 800,
-        "values": "skip",
-    }
+    some: dict[str, Any] = {"bs": 2, "q_heads": 9, "kv_heads": 3, "dtype": "bf16", "slots": 800, "values": "skip"}
     more = {"longest": 330} if op == "decode_attention" else {"longest": 40, "prefix": 290}
     judge(op, **some, **more, lengths="full")
 

@@ -35,13 +35,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"q_heads": 16, "head_dim": 256, "cache_dtype": "e5m2"},
     {"head_dim": 128, "v_head_dim": 64, "bs": 3, "longest": 2500, "slots": 8000},
 )
-LOUD = {
-    "3e38": (3e38, 1e-38),
-    "1e-38": (1e-38, 1e38),
-    "1e-40": (1e-40, 1e38),
-    "3e4": (3e4, 1e-4),
-    "1": (1.0, 0.1),
-}
+LOUD = {"3e38": (3e38, 1e-38), "1e-38": (1e-38, 1e38), "1e-40": (1e-40, 1e38), "3e4": (3e4, 1e-4), "1": (1.0, 0.1)}
 """Queries of a magnitude, and a scale by which logits are of none."""
 
 
@@ -76,15 +70,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
 def test_queries_that_fp16_does_not_hold(cache_dtype: str, loud: str) -> None:
     from hal.backends.cuda.decode_attention import decode_attention
 
-    small = {
-        "bs": 2,
-        "longest": 12,
-        "lengths": "full",
-        "slots": 60,
-        "kv_heads": 1,
-        "q_heads": 4,
-        "head_dim": 64,
-    }
+    small = {"bs": 2, "longest": 12, "lengths": "full", "slots": 60, "kv_heads": 1, "q_heads": 4, "head_dim": 64}
     args = extreme(cache_dtype, loud, **small)
     wants = get_spec("decode_attention").oracle(args)
     assert bool(wants["lse"].candidates[0].value.isnan().any())

@@ -22,18 +22,8 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 def made(head_dim: int = 128, v_head_dim: int = 128, **change: Any) -> dict[str, Any]:
     """Two requests of some tiles of new tokens and of keys."""
-    usual = {
-        "bs": 2,
-        "lengths": "full",
-        "longest": 150,
-        "prefix": 260,
-        "slots": 960,
-        "q_heads": 2,
-        "kv_heads": 1,
-    }
-    return get_spec("extend_attention").make(
-        **{**usual, "head_dim": head_dim, "v_head_dim": v_head_dim, **change}
-    )
+    usual = {"bs": 2, "lengths": "full", "longest": 150, "prefix": 260, "slots": 960, "q_heads": 2, "kv_heads": 1}
+    return get_spec("extend_attention").make(**{**usual, "head_dim": head_dim, "v_head_dim": v_head_dim, **change})
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -57,10 +47,7 @@ CI_ALL = os.environ.get("CI_ALL")
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
-    [
-        *((128, 128, form) for form in FORMS),
-        *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
-    ],
+    [*((128, 128, form) for form in FORMS), *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE)],
 )
 def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import extend_attention
@@ -122,11 +109,7 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
-    [
-        (*dims, form)
-        for dims in DIMS
-        for form in (["plain", *LITTLE] if CI_ALL or dims == (128, 128) else LITTLE[2:3])
-    ],
+    [(*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL or dims == (128, 128) else LITTLE[2:3])],
 )
 def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import inspect

@@ -105,7 +105,5 @@ def test_every_op_in_two_threads_a_device_each(devices: tuple[str, str]) -> None
     assert all(min(calls.values()) > 0 for calls in run_in_threads("cuda", devices))
 
 
-def test_every_op_in_two_processes_that_share_a_cache_folder(
-    devices: tuple[str, str], tmp_path: Path
-) -> None:
+def test_every_op_in_two_processes_that_share_a_cache_folder(devices: tuple[str, str], tmp_path: Path) -> None:
     assert all(min(calls.values()) > 0 for calls in run_in_processes("cuda", devices, tmp_path))

@@ -39,9 +39,7 @@ def test_it_knows_every_op() -> None:
 def test_nothing_of_the_example_changes(op: str) -> None:
     launcher = getattr(importlib.import_module(f"hal.backends.cuda.{op}"), op)
     examples = [warmup.example(op, torch.device("cuda" if CUDA else "cpu"))]
-    samples = [
-        s for s in get_spec(op).samples if not s.large and s.params.get("n") != 0 and s.params.get("bs") != 0
-    ]
+    samples = [s for s in get_spec(op).samples if not s.large and s.params.get("n") != 0 and s.params.get("bs") != 0]
     if not CUDA:
         some = 8 if os.environ.get("CI_ALL") else 2
         examples += [get_spec(op).make(**s.params) for s in samples[:: max(1, len(samples) // some)]]

@@ -23,10 +23,7 @@ def _install() -> None:
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    if importlib.util.find_spec("triton") is not None and os.environ.get("HAL_LANE", "device") in (
-        "",
-        "device",
-    ):
+    if importlib.util.find_spec("triton") is not None and os.environ.get("HAL_LANE", "device") in ("", "device"):
         from torch_npu import _triton
 
         _triton.install()

@@ -49,9 +49,7 @@ def _run(jit: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         value = given[p.name]
         if isinstance(value, torch.Tensor):
             if value.device.type != "npu":
-                raise ValueError(
-                    f"npu: {jit.__name__}: {p.name} is on {value.device}: no kernel can reach it"
-                )
+                raise ValueError(f"npu: {jit.__name__}: {p.name} is on {value.device}: no kernel can reach it")
             if value.device.index != npu.current_device():
                 here = npu.current_device()
                 raise RuntimeError(

@@ -119,9 +119,7 @@ class Stream:
 
 
 class Event:
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.at: tuple[int, int, int] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
