@@ -67,9 +67,11 @@ def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("loud", LOUD)
 @pytest.mark.parametrize("cache_dtype", ["e4m3", "e5m2"])
-def test_queries_that_fp16_does_not_hold(cache_dtype: str, loud: str) -> None:
-    from hal.backends.cuda.decode_attention import decode_attention
+def test_queries_that_fp16_does_not_hold(cache_dtype: str, loud: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cuda import decode_attention as module
 
+    monkeypatch.setattr(module, "PER_SM", 1)
+    decode_attention = module.decode_attention
     small = {"bs": 2, "longest": 12, "lengths": "full", "slots": 60, "kv_heads": 1, "q_heads": 4, "head_dim": 64}
     args = extreme(cache_dtype, loud, **small)
     wants = get_spec("decode_attention").oracle(args)
