@@ -39,7 +39,6 @@ from hal.backends.cpu._vector import LANES
 BLOCK = 64
 """Keys in a block, a multiple of 32."""
 SPREAD = BLOCK // LANES
-NOWHERE = -(1 << 62)
 NEAR = 32 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
@@ -66,12 +65,12 @@ def _list(  # type: ignore[no-untyped-def]
     """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up
     to a multiple of 32."""
     m = 0
-    following = NOWHERE  # the slot whose rows come right after the last ones
+    following = -1  # the slot whose rows come right after the last ones
     k_last = v_last = until = 0
     while j < high and m < BLOCK:
         slot = get(indices, indices_64, j)
         j += 1
-        if slot == following:
+        if slot == following and slot >= 0:
             k_last += k_row
             v_last += v_row
         elif 0 <= slot < num_slots:
@@ -82,7 +81,7 @@ def _list(  # type: ignore[no-untyped-def]
             until = (whole + 1) * page
         else:
             continue
-        following = slot + 1 if slot + 1 < until else NOWHERE
+        following = slot + 1 if slot + 1 < until else -1
         store(k_at, m, k_last)
         store(v_at, m, v_last)
         m += 1

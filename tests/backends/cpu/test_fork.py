@@ -16,8 +16,8 @@ torch.set_num_threads(2)
 torch.ones(512, 512) @ torch.ones(512, 512)
 torch.ones(1 << 20).mul_(2)  # torch's threads exist now
 op = sys.argv[1]
-# Heads that torch computes, or many queries of one request.
-shape = dict(head_dim=72, bs=2) if op == "decode_attention" else dict(bs=1, longest=400, prefix=0)
+# Heads that torch computes.
+shape = dict(head_dim=72, bs=2) if op == "decode_attention" else dict(head_dim=72, bs=1, longest=400, prefix=0)
 args = get_spec(op).make(dtype="fp32", q_heads=4, kv_heads=2, lengths="full", **{"longest": 400, **shape}, slots=2000)
 run = lambda: getattr(hal, op)(**args, backend="cpu")
 right = run().clone()
