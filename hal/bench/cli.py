@@ -141,7 +141,7 @@ def offload(
         if value <= 0:
             raise ArgumentError("bench offload", option, "an int > 0 (tokens: >= 64)", repr(value))
     raise typer.Exit(
-        run_part("hal.bench.offload", "main", "hal bench offload", "vllm", layers, tokens, as_json)
+        run_part("hal.bench.offload", "main", "hal bench offload", "vllm", layers, tokens, engine, as_json)
     )
 
 

@@ -180,7 +180,7 @@ def test_a_device_that_is_none(
         (("link", "--layers", "0"), "link: --layers: expected an int > 0; got 0"),
         (("link", "--rounds", "-1"), "link: --rounds: expected an int > 0; got -1"),
         (("--model",), "--model: expected --device ascend --model; got --device"),
-        (("engine", "other"), "engine: NAME: expected vllm; got 'other'"),
+        (("engine", "other"), "engine: NAME: expected vllm or sglang; got 'other'"),
         (("engine", "vllm", "--shape", "none"), "engine: --shape: expected "),
         (("engine", "vllm", "--decode", "1by2"), "engine: --decode: expected such as 1x1024,32x1024; got '1by2'"),
         (("engine", "vllm", "--ttft", "long"), "engine: --ttft: expected such as 4096,32768; got 'long'"),

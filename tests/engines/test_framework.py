@@ -94,10 +94,10 @@ def test_untested_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None
 
 
 def test_not_installed_and_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions(monkeypatch, sglang="0.5.22")
+    versions(monkeypatch, sglang="0.5.16")
     with pytest.raises(engines.EngineError, match=r"vllm is not installed — pip install 'vllm>=0.26,<0.33'"):
         engines.require("vllm")
-    with pytest.raises(engines.EngineError, match=r"sglang 0\.5\.22 is installed; .* >=0\.5\.23,<0\.5\.24"):
+    with pytest.raises(engines.EngineError, match=r"sglang 0\.5\.16 is installed; .* >=0\.5\.17,<0\.5\.24"):
         engines.require("sglang")
     monkeypatch.setitem(_engine.ENGINES, "planned", engines.Engine("planned", ("planned",)))
     with pytest.raises(engines.EngineError, match="no adapter for planned yet"):
