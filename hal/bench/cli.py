@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,7 +107,9 @@ def scale(
 
 @app.command()
 def link(
-    device: Annotated[str, typer.Option(help="cpu, or cuda: not run on GPUs so far.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: from one GPU to another where there are two.")
+    ] = "cpu",
     tokens: Annotated[int, typer.Option(help="Of a request.")] = 512,
     layers: Annotated[int, typer.Option(help="Of the pools: rows of 8 heads of 128 in bf16.")] = 32,
     rounds: Annotated[int, typer.Option(help="Whose median is shown.")] = 9,
@@ -140,6 +143,7 @@ def offload(
     for option, value in (("--layers", layers), ("--tokens", tokens // 64)):
         if value <= 0:
             raise ArgumentError("bench offload", option, "an int > 0 (tokens: >= 64)", repr(value))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # which goes to stdout
     raise typer.Exit(
         run_part("hal.bench.offload", "main", "hal bench offload", "vllm", layers, tokens, engine, as_json)
     )

@@ -126,8 +126,6 @@ def main(device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> i
     if as_json:
         print(json.dumps(rows))
         return 0
-    if device != "cpu":
-        print("This path was never run on GPUs before: look at what it says twice.")
     print(
         f"{'device':<7}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}"
     )
