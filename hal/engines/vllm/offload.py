@@ -38,11 +38,9 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if getattr(config, "canonical_layout", False):  # from 0.27 on
+        if config.canonical_layout:
             raise _error("canonical_layout: hal's host pool has the blocks of one process as they are")
-        # As vLLM calls them: blocks up to 0.26, chunks since.
-        self.chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-        if self.kv_bytes_per_chunk and not self.chunks:
+        if self.kv_bytes_per_chunk and not self.num_chunks:
             raise _error(
                 f"cpu_bytes_to_use={self.extra_config['cpu_bytes_to_use']} holds no chunk: one takes "
                 f"{self.kv_bytes_per_chunk} bytes, {self.blocks_per_chunk} blocks of all layers and processes"
@@ -53,7 +51,7 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> HalOffloadingWorker:
         if self._worker is None:
-            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.chunks)
+            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
         return self._worker
 
 
