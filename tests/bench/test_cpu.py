@@ -99,7 +99,7 @@ def test_every_op_has_a_table() -> None:
 
 
 def test_the_shell_knows_every_table() -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed here")
     every = {*bench.tables_of("cpu"), *bench.tables_of("cuda")}
     assert {*_complete.tables("")} == every
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 from hal import bench
 from hal.bench.cuda import block_table, bookkeeping, harness, kv_write, launch

@@ -14,7 +14,7 @@ import torch
 from hal.bench.cuda.mla import FORMS
 from hal.ops import get_spec
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 from hal.backends.cuda import hal_backend, warmup
 from hal.kv.pool import KVPool

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine.cases import OPS
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 ARCHES = (80, 90, 100) if os.environ.get("CI_ALL") else (90,)
 
