@@ -252,7 +252,7 @@ def _block(name: str, t: Tensor, room: Room, poison: int, shift: int, is_output:
     shape, stride = tuple(t.shape), tuple(t.stride())
     flat = raw[: raw.numel() // item * item].view(t.dtype)
     view = flat.as_strided(shape, stride, flat.storage_offset() + at // item)
-    windows = windows_of(shape, stride, at, span, item, raw.numel())
+    windows = windows_of(shape, stride, at, item, raw.numel())
     for w in windows:
         raw[w.start : w.stop].fill_(poison)
     if is_output:

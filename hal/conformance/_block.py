@@ -132,23 +132,20 @@ class Block:
 
 
 def windows_of(
-    shape: tuple[int, ...], stride: tuple[int, ...], at: int, span: int, item: int, total: int
+    shape: tuple[int, ...], stride: tuple[int, ...], at: int, item: int, total: int
 ) -> tuple[_Window, ...]:
-    if total <= FAR_BYTES:
-        return (_Window(0, total, None, shape, stride, at),)
+    """What of an allocation is watched: all of it, or, where it is far larger than its rows, what is around each row.
+
+    Rows whose surroundings overlap are watched as a whole, however large: what may be written to one would count as
+    written outside the next.
+    """
     inner = sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True)) + 1
+    if total <= FAR_BYTES or stride[0] * item < inner * item + ZONE:
+        return (_Window(0, total, None, shape, stride, at),)
     out = []
     for i in range(shape[0]):
         first = at + i * stride[0] * item
         start = max(0, first - ZONE // 2)
-        out.append(
-            _Window(
-                start,
-                min(total, first + inner * item + ZONE // 2),
-                i,
-                shape[1:],
-                stride[1:],
-                first - start,
-            )
-        )
+        stop = min(total, first + inner * item + ZONE // 2)
+        out.append(_Window(start, stop, i, shape[1:], stride[1:], first - start))
     return tuple(out)

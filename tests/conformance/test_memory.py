@@ -72,6 +72,18 @@ def test_far_rows_are_watched_around_each_row() -> None:
     assert "past the end of row 3" in (block.touched(torch.ones(4, 5, dtype=torch.bool)) or "")
 
 
+def test_what_a_row_may_write_is_not_outside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.conformance._block.FAR_BYTES", 0)
+    placed = place({"t": torch.arange(20).view(4, 5)}, ROOM)
+    (block,) = placed.all()
+    placed.values["t"][1:3] = -1
+    named = torch.zeros(4, 5, dtype=torch.bool)
+    named[1:3] = True
+    assert block.touched(named) is None
+    named[2, 0] = False
+    assert "t[2, 0]: changed" in (block.touched(named) or "")
+
+
 def test_outputs_hold_the_poison() -> None:
     placed = place({"t": odd_view()}, ROOM, poison=0x5A, outputs=frozenset({"t"}))
     assert (placed.values["t"] == 0x5A5A5A5A).all()
