@@ -8,6 +8,7 @@ OTHER_TABLES = (
     "dispatch",
     "launcher",
     "programmatic_launch",
+    "host_calls",
     "mla_decode_attention",
     "extend_attention_hopper",
     "decode_by_block_table",

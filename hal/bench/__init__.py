@@ -40,7 +40,7 @@ def main(
 
     Args:
         names: some of the device's tables (ops, and of a CPU ``dispatch``, of a GPU ``launcher``,
-            ``programmatic_launch``, ``mla_decode_attention``, ``extend_attention_hopper``,
+            ``programmatic_launch``, ``host_calls``, ``mla_decode_attention``, ``extend_attention_hopper``,
             ``decode_by_block_table``); empty for all.
         device: ``cpu`` or ``cuda``.
         json: print the run as JSON instead of tables.

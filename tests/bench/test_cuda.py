@@ -43,8 +43,9 @@ ROWS = {"kv_write": 4, "assign_extend_cache_locs": 6, "decode_attention": 1, "ml
 def test_every_op_has_a_table(tables: Tables) -> None:
     assert {*BUILTIN} <= {*tables}
     assert {*tables} - {*BUILTIN} == {
-        "launcher", "programmatic_launch", "mla_decode_attention", "extend_attention_hopper", "decode_by_block_table",
-    }  # fmt: skip
+        *("launcher", "programmatic_launch", "host_calls"),
+        *("mla_decode_attention", "extend_attention_hopper", "decode_by_block_table"),
+    }
 
 
 @pytest.mark.parametrize("table", PEERS)
@@ -168,6 +169,13 @@ def test_a_launch_that_is_not_programmatic_does_the_same(tables: Tables, monkeyp
     out.fill_(-7)
     again(0)
     assert out.tolist() == [0, 1, 2, 3]
+
+
+def test_host_calls_are_bound_and_dispatched(tables: Tables) -> None:
+    rows = {r["of"]: set(r["host_us"]) for r in tables["host_calls"](True)}
+    assert rows["get_last_loc"] == rows["kv_write"] == rows["rope_kv_write"] == {"hal", "dispatched"}
+    assert rows["decode_attention"] == rows["extend_attention"]
+    assert rows["extend_attention"] == {"hal", "dispatched", "out given", "dispatched, out given"}
 
 
 def test_what_is_recorded_is_not_started_and_can_be_bound_anew() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.bench import OURS, Row, timing
+import hal
+from hal.bench import OURS, Row, peers, timing
 from hal.bench import launcher as launcher_of
-from hal.bench.cuda import inputs
+from hal.bench.cuda import attention, inputs
 from hal.bench.cuda.harness import record_launches
-from hal.bench.cuda.rope import rope_sets
+from hal.bench.cuda.rope import rope_sets, sglang_rope_store
 
 TOKENS = (1, 32, 512, 2048)
 
@@ -91,7 +92,51 @@ def without_programmatic(call: Callable[[], Any]) -> Callable[[int], None]:
     return again
 
 
+def host_calls(quick: bool = False) -> list[Row]:
+    """Rows: host microseconds of one call of an op on one token, 32/8/128 in bf16, 300 keys.
+
+    ``hal`` is the backend's own function, as `hal.bind` gives it, its results allocated by it where they may be;
+    ``out given`` the same with the caller's; ``dispatched`` selected and checked, as users call it.
+    """
+    rope = rope_sets(1, "llama3-8b")[0]
+    index = torch.arange(2, device=inputs.DEVICE, dtype=torch.int64)
+    decode, extend = attention.Inputs(1, 1, 300), attention.Inputs(1, 2, 300)
+    cases: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
+        "get_last_loc": ((inputs.req_to_token(), index, index + 1), {}, ()),
+        "kv_write": (tuple(rope[n] for n in ("k", "v", "k_cache", "v_cache", "slots")), {}, ()),
+        "rope_kv_write": (tuple(rope.values()), {}, ()),
+        "decode_attention": (
+            (decode.q, decode.k_cache, decode.v_cache, decode.kv_indptr, decode.slots),
+            {"scale": decode.scale},
+            (decode.out, decode.lse),
+        ),
+        "extend_attention": (
+            (extend.q, extend.k_cache, extend.v_cache, extend.qo_indptr, extend.kv_indptr, extend.slots),
+            {"scale": extend.scale},
+            (extend.out, extend.lse),
+        ),
+    }
+    rows = []
+    for op, (given, named, out) in cases.items():
+        bound, dispatched = launcher_of("cuda", op), getattr(hal, op)
+        calls: dict[str, Callable[[], Any]] = {
+            OURS: partial(bound, *given, **named),
+            "dispatched": partial(dispatched, *given, **named),
+        }
+        if out:
+            calls["out given"] = partial(bound, *given, *out, **named)
+            calls["dispatched, out given"] = partial(dispatched, *given, *out, **named)
+        if op == "rope_kv_write" and "sglang" in peers.available():
+            calls["sglang jit fused"] = sglang_rope_store(rope)
+        for call in calls.values():
+            call()
+        times = timing.host_us({n: lambda i, c=c: c() for n, c in calls.items()}, 1, 200 if quick else 2000)
+        rows.append({"op": "host call", "of": op, "host_us": times})
+    return rows
+
+
 TABLES: dict[str, Callable[[bool], list[Row]]] = {
     "launcher": launcher,
     "programmatic_launch": programmatic_launch,
+    "host_calls": host_calls,
 }

@@ -68,7 +68,7 @@ def _sglang_rope_module(dim: int) -> Any:
     return theirs._jit_fused_rope_module(True, dim, torch.bfloat16, torch.bfloat16)
 
 
-def _sglang_rope_store(a: Args) -> Callable[[], Any]:
+def sglang_rope_store(a: Args) -> Callable[[], Any]:
     run = _sglang_rope_module(a["q"].shape[2]).run_rope_store
     k_cache, v_cache = (a[x].view(a[x].shape[0], -1) for x in ("k_cache", "v_cache"))
     return partial(
@@ -80,7 +80,7 @@ def _rope_kv_write(op: str, model: str, tokens: int, cache: str) -> Row:
     sets = rope_sets(tokens, model, cache)
     builds: dict[str, Build] = {OURS: ours(op)}
     if cache == "bf16" and "sglang" in peers.available():
-        builds["sglang jit fused"] = _sglang_rope_store
+        builds["sglang jit fused"] = sglang_rope_store
     q_heads, heads, dim = SHAPES[model]
     nbytes = tokens * dim * (4 * q_heads + 6 * heads + 2 * heads * sets[0]["k_cache"].element_size())
     about = {"op": op, "model": model, "tokens": tokens, "cache": cache}
