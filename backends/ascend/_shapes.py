@@ -184,6 +184,12 @@ def cases() -> Iterator[Case]:
     yield of("extend_attention", "narrow-fp32", _keys, _attended, **narrow)
     mla = {**extend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
     yield of("extend_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
+    for dtype, page in (("bf16", 16), ("fp32", 128)):
+        kind = {"dtype": dtype, "page_size": page, "bs": 8, "longest": 8, "prefix": 120}
+        kind |= {"logit_cap": 0.0, "sliding_window": -1}
+        yield of(
+            "extend_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind}
+        )
     yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)

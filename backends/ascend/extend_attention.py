@@ -11,10 +11,11 @@ of them; every P-th is a program's, which reads every request's length to find i
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._attention import over, over_tiles, tiling
+from hal.backends.ascend._attention import PIECE, over, over_pieces, over_tiles, tiling
 from hal.backends.ascend._device import cdiv, pow2
 from hal.backends.ascend.rope_kv_write import cache_refusal
 from hal.kv.view import count_slots, strides
@@ -25,6 +26,46 @@ INTS = (
     "bs", "n", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
     "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
 )  # fmt: skip
+
+
+@triton.jit
+def _take(
+    at, first, token_step, head_step, tokens, heads, K_DIM: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Numbers `first` and following of a tile's queries, ``[TOKENS * HEADS, WIDE]``."""
+    if TOKENS == 1:
+        member = tl.arange(0, HEADS)[:, None]
+        column = first + tl.arange(0, WIDE)[None, :]
+        x = tl.load(at + member * head_step + column, mask=(member < heads) & (column < K_DIM), other=0.0)
+    else:
+        token = tl.arange(0, TOKENS)[:, None, None]
+        member = tl.arange(0, HEADS)[None, :, None]
+        column = first + tl.arange(0, WIDE)[None, None, :]
+        there = (token < tokens) & (member < heads) & (column < K_DIM)
+        x = tl.load(at + token * token_step + member * head_step + column, mask=there, other=0.0)
+        x = tl.reshape(x, (TOKENS * HEADS, WIDE))
+    return x
+
+
+@triton.jit
+def _put(
+    to, rows, token_step, head_step, tokens, heads, DIM: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Stores the first DIM numbers of `rows` ``[TOKENS * HEADS, WIDE]`` where their tokens and heads are."""
+    rows = rows.to(to.dtype.element_ty)
+    column = tl.arange(0, WIDE)[None, :]
+    # Two dimensions at a time: bishengir-compile's A5 form aborts on three next to the cube's products.
+    if HEADS == 1:
+        line = tl.arange(0, TOKENS)[:, None]
+        tl.store(to + line * token_step + column, rows, mask=(line < tokens) & (column < DIM))
+    else:
+        few = tl.arange(0, HEADS)[:, None]
+        for i in tl.static_range(TOKENS):
+            these = tl.where(i < tokens, heads, 0)
+            one = tl.extract_slice(rows, [i * HEADS, 0], [HEADS, WIDE], [1, 1])
+            tl.store(to + i * token_step + few * head_step + column, one, mask=(few < these) & (column < DIM))
 
 
 @launch.jit(
@@ -40,16 +81,10 @@ def _extend_attention(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr, B_V: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, SHARED: tl.constexpr,
-    LSE: tl.constexpr,
+    PIECES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     ROWS: tl.constexpr = TOKENS * HEADS
-    token = tl.arange(0, TOKENS)[:, None, None]
-    member = tl.arange(0, HEADS)[None, :, None]
-    wide_a = tl.arange(0, K_A)[None, None, :]
-    line = tl.arange(0, ROWS)[:, None]
-    few = tl.arange(0, HEADS)[:, None]
-    wide = tl.arange(0, B_V)[None, :]
     t = tl.floor(tl.arange(0, ROWS).to(tl.float32) * (1.0 / HEADS))
     programs = tl.num_programs(0)
     # The first of a request's pieces that is this program's.
@@ -75,59 +110,48 @@ def _extend_attention(
                 start = tl.maximum(start, own - window)
             if CAUSAL:
                 end = tl.minimum(end, own + tokens)
+            # A tile of one token sees just these entries: nothing is left to mask.
+            LATER: tl.constexpr = CAUSAL and TOKENS > 1
+            EARLIER: tl.constexpr = WINDOW and TOKENS > 1
             at = q + (first + done) * q_token + head * q_head
-            there = (token < tokens) & (member < heads)
-            x = tl.load(
-                at + token * q_token + member * q_head + wide_a, mask=there & (wide_a < K_DIM), other=0.0
-            )
-            x = tl.reshape(x, (ROWS, K_A))
-            if KEYS:
-                xb = None
-                if K_B:
-                    wide_b = K_A + tl.arange(0, K_B)[None, None, :]
-                    xb = tl.load(
-                        at + token * q_token + member * q_head + wide_b,
-                        mask=there & (wide_b < K_DIM),
-                        other=0.0,
-                    )
-                    xb = tl.reshape(xb, (ROWS, K_B))
+            to = out + (first + done) * o_token + head * o_head
+            x = _take(at, 0, q_token, q_head, tokens, heads, K_DIM, TOKENS, HEADS, PIECE if PIECES else K_A)
+            xb = None
+            if K_B:
+                xb = _take(at, K_A, q_token, q_head, tokens, heads, K_DIM, TOKENS, HEADS, K_B)
+            if PIECES:
+                x1 = _take(at, PIECE, q_token, q_head, tokens, heads, K_DIM, TOKENS, HEADS, PIECE)
+                x2 = _take(at, 2 * PIECE, q_token, q_head, tokens, heads, K_DIM, TOKENS, HEADS, PIECE)
+                x3 = _take(at, 3 * PIECE, q_token, q_head, tokens, heads, K_DIM, TOKENS, HEADS, PIECE)
+                acc, acc1, acc2, acc3, top, total = over_pieces(
+                    x, x1, x2, x3, xb, k_cache + kv_head * kc_head, indices, start, end, num_slots, page, kc_page,
+                    kc_token, scale, cap, t[:, None], own, window, ROWS, KEYS, K_DIM, K_B, CAP, LATER, EARLIER,
+                )  # fmt: skip
+            elif KEYS:
                 acc, top, total = over_tiles(
                     x, xb, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start, end, num_slots,
                     page, kc_page, kc_token, vc_page, vc_token, scale, cap, t[:, None], own, window, ROWS, KEYS, K_DIM,
-                    V_DIM, K_A, K_B, B_V, CAP, CAUSAL, WINDOW, RUNS, SHARED,
+                    V_DIM, K_A, K_B, B_V, CAP, LATER, EARLIER, RUNS, SHARED,
                 )  # fmt: skip
             else:
                 acc, top, total = over(
                     x.to(tl.float32) * scale, k_cache + kv_head * kc_head, v_cache + kv_head * vc_head, indices, start,
                     end, num_slots, page, kc_page, kc_token, vc_page, vc_token, cap, t, own, window, ROWS, K_DIM, V_DIM,
-                    K_A, B_V, CAP, CAUSAL, WINDOW,
+                    K_A, B_V, CAP, LATER, EARLIER,
                 )  # fmt: skip
             # Nothing seen: zeros, not 0 / 0.
-            found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            to = out + (first + done) * o_token + head * o_head
-            found = found.to(out.dtype.element_ty)
-            sums = (top + tl.log(total))[:, None] + tl.zeros([ROWS, 8], tl.float32)
-            only = tl.arange(0, 8)[None, :]
-            # Two dimensions at a time: bishengir-compile's A5 form aborts on three next to the cube's products.
-            if HEADS == 1:
-                tl.store(to + line * o_token + wide, found, mask=(line < tokens) & (wide < V_DIM))
-                if LSE:
-                    at_lse = lse + (first + done) * l_token + head + line * l_token + only
-                    tl.store(at_lse, sums, mask=(line < tokens) & (only < 1))
+            by = tl.where(total > 0.0, total, 1.0)[:, None]
+            if PIECES:
+                _put(to, acc / by, o_token, o_head, tokens, heads, PIECE, TOKENS, HEADS, PIECE)
+                _put(to + PIECE, acc1 / by, o_token, o_head, tokens, heads, PIECE, TOKENS, HEADS, PIECE)
+                _put(to + 2 * PIECE, acc2 / by, o_token, o_head, tokens, heads, PIECE, TOKENS, HEADS, PIECE)
+                _put(to + 3 * PIECE, acc3 / by, o_token, o_head, tokens, heads, PIECE, TOKENS, HEADS, PIECE)
             else:
-                for i in tl.static_range(TOKENS):
-                    these = tl.where(i < tokens, heads, 0)
-                    tl.store(
-                        to + i * o_token + few * o_head + wide,
-                        tl.extract_slice(found, [i * HEADS, 0], [HEADS, B_V], [1, 1]),
-                        mask=(few < these) & (wide < V_DIM),
-                    )
-                    if LSE:
-                        tl.store(
-                            lse + (first + done + i) * l_token + head + few + only,
-                            tl.extract_slice(sums, [i * HEADS, 0], [HEADS, 8], [1, 1]),
-                            mask=(few < these) & (only < 1),
-                        )
+                _put(to, acc / by, o_token, o_head, tokens, heads, V_DIM, TOKENS, HEADS, B_V)
+            if LSE:
+                sums = (top + tl.log(total))[:, None] + tl.zeros([ROWS, 8], tl.float32)
+                to = lse + (first + done) * l_token + head
+                _put(to, sums, l_token, 1, tokens, heads, 1, TOKENS, HEADS, 8)
         mine = (mine - pieces) % programs
         mine = tl.where(mine < 0, mine + programs, mine)
 
@@ -148,8 +172,10 @@ def extend_attention(
         return out
     nnz = kv_indices.shape[0]
     group = q_heads // kv_heads
-    tile = tiling(q, k_cache, v_cache, 64)
-    heads = min(pow2(group), tile.rows)
+    # A cap takes the unified buffer beyond what is left to the compiler.
+    tile = tiling(q, k_cache, v_cache, 64, pieces=logit_cap <= 0)
+    # By pieces one token a tile, whose mask would not fit.
+    heads = tile.rows if "PIECES" in tile.static else min(pow2(group), tile.rows)
     tokens = tile.rows // heads
     _extend_attention(
         (min(tile.cores, (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
@@ -157,7 +183,8 @@ def extend_attention(
         bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
         *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, CAP=logit_cap > 0, CAUSAL=causal,
-        WINDOW=sliding_window >= 0, LSE=lse is not None, **tile.static,
+        WINDOW=sliding_window >= 0, LSE=lse is not None,
+        **{"PIECES": False, **tile.static},
     )  # fmt: skip
     return out
 

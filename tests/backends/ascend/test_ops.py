@@ -52,6 +52,7 @@ def test_sample(op: str, sample: Any) -> None:
 LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache": "paged", "page_size": 16, "cache_view": "shared"}
 
 
+@pytest.mark.parametrize(("op", "lengths"), [("decode_attention", {}), ("extend_attention", {"longest": 5})])
 @pytest.mark.parametrize(
     "params",
     [
@@ -62,9 +63,12 @@ LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache": "paged", "
     ],
     ids=["bf16", "fp32", "fp16", "cap"],
 )
-def test_latent_rows_of_pages(params: dict[str, Any]) -> None:
+def test_latent_rows_of_pages(op: str, lengths: dict[str, Any], params: dict[str, Any]) -> None:
     """The contract's samples list them one by one: here slots follow each other, and are taken by tiles."""
-    spec = get_spec("decode_attention")
+    spec = get_spec(op)
+    if lengths:
+        # In fp16 a token sees those after it too.
+        params = {**params, "prefix": params["longest"], "causal": params["dtype"] != "fp16", **lengths}
     args = spec.make(seed=5, **LATENT, **params)
     ends = args["kv_indptr"].tolist()
     for start, end in itertools.pairwise(ends):
