@@ -12,7 +12,11 @@ def hal_backend() -> Backend:
     return Backend(
         name="ascend",
         lanes={"device": ("npu",), "lowered": ("cpu",)},
-        ops=kernels(__name__, refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN))),
+        ops=kernels(
+            __name__,
+            refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN)),
+            graph_safe=True,
+        ),
         requires={
             "device": ("torch-npu>=2.6", _TRITON),
             "lowered": (_TRITON, "ascendnpu-ir>=1.2", "llvmlite>=0.43"),

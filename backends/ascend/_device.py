@@ -39,6 +39,14 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
+def captured(device: torch.device) -> bool:
+    """Is a graph being captured on `device`'s current stream?"""
+    if device.type == "cpu":
+        return False
+    with current(device):
+        return bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
 def slots_on(slots: Tensor, device: torch.device) -> Tensor:
     """`slots` on `device`, in order with its stream. From pageable memory torch_npu would wait for the stream."""
     if slots.device == device:

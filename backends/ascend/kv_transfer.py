@@ -16,8 +16,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from hal._errors import HalError
 from hal.backends.ascend import _runtime
-from hal.backends.ascend._device import TILE_BYTES, current, pow2, slots_on, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, captured, current, pow2, slots_on, vector_cores
 from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
 from hal.triton import launch
@@ -72,11 +73,15 @@ def kv_transfer(
     todo = range(src.num_layers) if layers is None else layers
     if not todo or src_slots.shape[0] == 0 or not src.num_slots or not dst.num_slots:
         return
+    there = dst.device if src.device.type == "cpu" else src.device
+    if src_slots.device.type == "cpu" and captured(there):
+        raise HalError(
+            "hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device"
+        )
     if src.device != dst.device or method == "direct":
-        with current(dst.device if src.device.type == "cpu" else src.device):
+        with current(there):
             _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
     else:
-        there = src.device
         move(src, dst, slots_on(src_slots, there), slots_on(dst_slots, there), todo, todo)
 
 

@@ -14,9 +14,13 @@ import zipfile
 from pathlib import Path
 
 FUNCTIONS = (
-    "current_device", "device", "device_count", "get_device_name", "is_available", "memory_allocated", "synchronize",
+    "Event", "NPUGraph", "Stream", "current_device", "current_stream", "device", "device_count", "get_device_name",
+    "get_device_properties", "get_sync_debug_mode", "graph", "is_available", "is_current_stream_capturing",
+    "max_memory_allocated", "memory_allocated", "set_sync_debug_mode", "stream", "synchronize",
 )  # fmt: skip
 """Of ``torch.npu``."""
+METHODS = ("elapsed_time", "query", "record", "replay", "synchronize", "wait_event", "wait_stream")
+"""Of its streams, events and graphs; two classes that have one of a name have it alike."""
 OPERATORS = ("_foreach_copy_", "npu_fused_infer_attention_score")
 STORED = Path(__file__).with_name("signatures.json")
 
@@ -29,15 +33,37 @@ def functions(wheel: zipfile.ZipFile) -> dict[str, str]:
             continue
         for node in ast.parse(wheel.read(file)).body:
             if isinstance(node, ast.ClassDef):
-                made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+                # What torch has made in C is made by `__new__`.
+                made = sorted(_methods(node, ("__init__", "__new__")), key=lambda f: (len(f.args.args), f.name))[-1:]
                 for init in made:
                     del init.args.args[0]
             else:
                 made = [node] if isinstance(node, ast.FunctionDef) else []
             if made and getattr(node, "name", "") in FUNCTIONS:
-                for a in (*made[0].args.args, *made[0].args.kwonlyargs):
-                    a.annotation = None
-                found[node.name] = ast.unparse(made[0].args)
+                found[node.name] = _parameters(made[0])
+    return found
+
+
+def _methods(node: ast.ClassDef, names: tuple[str, ...]) -> list[ast.FunctionDef]:
+    return [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name in names]
+
+
+def _parameters(made: ast.FunctionDef) -> str:
+    for a in (*made.args.args, *made.args.kwonlyargs):
+        a.annotation = None
+    return ast.unparse(made.args)
+
+
+def methods(wheel: zipfile.ZipFile) -> dict[str, str]:
+    """name -> its parameters, without self."""
+    found: dict[str, str] = {}
+    for file in ("torch_npu/npu/streams.py", "torch_npu/npu/graphs.py"):
+        classes = (n for n in ast.parse(wheel.read(file)).body if isinstance(n, ast.ClassDef))
+        for node in classes:
+            for method in _methods(node, METHODS) if node.name in ("Event", "NPUGraph", "Stream") else ():
+                del method.args.args[0]
+                if found.setdefault(method.name, _parameters(method)) != _parameters(method):
+                    sys.exit(f"{node.name}.{method.name} is not as another class has it")
     return found
 
 
@@ -50,8 +76,8 @@ def operators(wheel: zipfile.ZipFile) -> dict[str, str]:
 
 def read(path: str) -> dict[str, dict[str, str]]:
     with zipfile.ZipFile(path) as wheel:
-        found = {"functions": functions(wheel), "operators": operators(wheel)}
-    lacking = {*FUNCTIONS, *OPERATORS} - {*found["functions"], *found["operators"]}
+        found = {"functions": functions(wheel), "methods": methods(wheel), "operators": operators(wheel)}
+    lacking = {*FUNCTIONS, *METHODS, *OPERATORS} - {name for kind in found.values() for name in kind}
     if lacking:
         sys.exit(f"{path} has no {', '.join(sorted(lacking))}")
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch_npu._build import library
 
 _Kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-_I, _L = ctypes.c_int, ctypes.c_int64
+_I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 lib = library()
 for _name, _result, _arguments in (
@@ -18,20 +18,24 @@ for _name, _result, _arguments in (
     ("new_stream", _L, [_I]), ("streams", _L, [_I]), ("put", _L, [_I, _L]), ("done", _L, [_I, _L]),
     ("wait", None, [_I, _L, _I, _L, _L]),
     ("drain", None, [_I, _L, _L]), ("query", _I, [_I, _L, _L]), ("launch", None, [_I, _L, _L]), ("used", _L, [_I]),
-    ("fault", _I, [ctypes.c_char_p, _I]), ("batches", None, [_I]), ("count", _L, [_I]), ("open", None, [_Kernel]),
+    ("capture", None, [_I, _L]), ("captured", _P, [_I, _L]), ("capturing", _I, [_I]), ("replay", None, [_I, _P]),
+    ("reset", None, [_P]), ("fault", _I, [ctypes.c_char_p, _I]), ("batches", None, [_I]), ("count", _L, [_I]),
+    ("open", None, [_Kernel]),
 ):  # fmt: skip
     _function = getattr(lib, f"npu_{_name}")
     _function.restype, _function.argtypes = _result, _arguments
 
 _numbers = itertools.count()
 _kernels: dict[int, Callable[[], None]] = {}
+_captured: dict[int, Callable[[], None]] = {}
+"""Kernels that graphs hold, which start them again and again."""
 _lock = threading.Lock()
 
 
 @_Kernel
 def _run(number: int, why: int, size: int) -> int:
     try:
-        _kernels.pop(number)()
+        (_captured.get(number) or _kernels.pop(number))()
     except BaseException as e:
         text = f"npu: a kernel failed, and whoever waits for its stream is told: {type(e).__name__}: {e}"
         ctypes.memmove(why, text.encode()[: size - 1], min(len(text.encode()), size - 1))
@@ -42,7 +46,7 @@ def _run(number: int, why: int, size: int) -> int:
 def launch(device: int, work: Callable[[], None]) -> None:
     """Puts a kernel into the current stream of `device`."""
     number = next(_numbers)
-    _kernels[number] = work
+    (_captured if lib.npu_capturing(device) else _kernels)[number] = work
     lib.npu_launch(device, lib.npu_stream(device), number)
 
 
@@ -53,6 +57,11 @@ def drain(device: int, stream: int, until: int) -> None:
         RuntimeError: a kernel that ran since somebody last waited has failed.
     """
     lib.npu_drain(device, stream, until)
+    check()
+
+
+def check() -> None:
+    """Raises RuntimeError where something that ran, or was asked for in a capture, has failed since the last call."""
     why = ctypes.create_string_buffer(2048)
     if lib.npu_fault(why, 2048):
         raise RuntimeError(why.value.decode(errors="replace"))

@@ -275,6 +275,22 @@ int64_t npu_stream(int d) { return current_stream[d]; }
 void npu_set_stream(int d, int64_t s) { current_stream[d] = s; }
 int64_t npu_new_stream(int d) { return ++last_stream[d]; }
 int64_t npu_put(int d, int64_t s) { return put_so_far(d, s); }
+// One at a time: what is put into the stream goes to a graph that has not begun, until `npu_captured`.
+void npu_capture(int d, int64_t s) {
+  std::lock_guard<std::mutex> lock(pushing);
+  streams[d][s].captured = new Graph;
+  capturing++;
+}
+void* npu_captured(int d, int64_t s) {
+  std::lock_guard<std::mutex> lock(pushing);
+  capturing--;
+  return std::exchange(streams[d][s].captured, nullptr);
+}
+int npu_capturing(int d) { return is_captured(d, current_stream[d]); }
+void npu_replay(int d, void* graph) {
+  for (auto& task : *static_cast<Graph*>(graph)) push(d, current_stream[d], task);
+}
+void npu_reset(void* graph) { delete static_cast<Graph*>(graph); }
 void npu_wait(int d, int64_t s, int other, int64_t stream, int64_t until) { wait_in_stream(d, s, other, stream, until); }
 void npu_drain(int d, int64_t s, int64_t until) { drain(d, s, until); }
 int64_t npu_streams(int d) { return last_stream[d]; }
@@ -282,6 +298,7 @@ void npu_batches(int yes) { batches = yes; }
 int64_t npu_count(int which) { return which ? one_by_one : batched; }
 int64_t npu_used(int d) { return arenas[d].used; }
 int npu_query(int d, int64_t s, int64_t until) {
+  if (capturing) fail("npu: a question about a stream while one is captured");
   // Who asks again and again gets there.
   Unlocked unlocked;
   std::lock_guard<std::recursive_mutex> lock(running);
@@ -303,10 +320,7 @@ int npu_fault(char* why, int size) {
 void npu_launch(int d, int64_t s, int64_t number) {
   push(d, s, Task{[number] {
     char why[2048] = {0};
-    if (kernel(number, why, sizeof why)) {
-      std::lock_guard<std::mutex> lock(pushing);
-      if (fault.empty()) fault = why;
-    }
+    if (kernel(number, why, sizeof why)) fail(why);
   }});
 }
 }

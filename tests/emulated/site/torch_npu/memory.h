@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <utility>
 
 extern "C" {
 int PyGILState_Check();
@@ -36,9 +37,12 @@ struct Task {
   int64_t stream = 0, until = 0;
 };
 
+using Graph = std::vector<Task>;
+
 struct Stream {
   std::deque<Task> tasks;
   int64_t put = 0, done = 0;
+  Graph* captured = nullptr;  // what is put here now, and does not run
 };
 
 std::mutex pushing;              // never held while a task runs
@@ -46,12 +50,17 @@ std::recursive_mutex running;
 std::map<int64_t, Stream> streams[DEVICES];
 int64_t last_stream[DEVICES];
 std::string fault;
+int capturing = 0;
 thread_local int current_device = 0;
 thread_local int64_t current_stream[DEVICES];
 
 int64_t push(int device, int64_t stream, Task task) {
   std::lock_guard<std::mutex> lock(pushing);
   Stream& s = streams[device][stream];
+  if (s.captured) {
+    s.captured->push_back(std::move(task));
+    return s.put;
+  }
   s.tasks.push_back(std::move(task));
   return ++s.put;
 }
@@ -61,7 +70,19 @@ int64_t put_so_far(int device, int64_t stream) {
   return streams[device][stream].put;
 }
 
+bool is_captured(int device, int64_t stream) {
+  std::lock_guard<std::mutex> lock(pushing);
+  return streams[device][stream].captured;
+}
+
+void fail(const char* why) {
+  std::lock_guard<std::mutex> lock(pushing);
+  if (fault.empty()) fault = why;
+}
+
 void wait_in_stream(int device, int64_t stream, int other, int64_t other_stream, int64_t until) {
+  bool here = is_captured(device, stream), there = is_captured(other, other_stream);
+  if (here != there) return fail("npu: a wait between a captured stream and another is not emulated");
   push(device, stream, Task{nullptr, other, other_stream, until});
 }
 
@@ -99,6 +120,7 @@ struct Unlocked {  // Python's lock is let go: another thread's task may need it
 };
 
 void drain(int device, int64_t stream, int64_t until) {
+  if (capturing) return fail("npu: a wait for a stream while one is captured");
   Unlocked unlocked;
   std::lock_guard<std::recursive_mutex> lock(running);
   run(device, stream, until);
@@ -148,6 +170,7 @@ struct Block {
   int64_t stream;
   size_t size;
   char* at;
+  bool captured;  // a graph's, which is replayed after its tensor is gone: nobody else gets it
 };
 
 void poison(char* real, size_t size) { memset(real, 0xA5, std::min(size, POISONED)); }
@@ -157,10 +180,10 @@ void release(void* context) {
   char* real = real_of(b->at);
   size_t size = b->size;
   // At once for its own stream, whose work comes in order; what other streams still do with it is not waited for.
-  push(b->device, b->stream, Task{[real, size] { poison(real, size); }});
+  if (b->captured || !is_captured(b->device, b->stream)) push(b->device, b->stream, Task{[real, size] { poison(real, size); }});
   std::lock_guard<std::mutex> lock(pushing);
   Arena& a = arenas[b->device];
-  a.free[{b->stream, b->size}].push_back(b->at);
+  if (!b->captured) a.free[{b->stream, b->size}].push_back(b->at);
   a.used -= b->size;
   delete b;
 }
@@ -170,12 +193,13 @@ struct DeviceMemory final : c10::Allocator {
     c10::Device where(NPU, current_device);
     if (n == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, where};
     Arena& a = arenas[current_device];
-    auto* b = new Block{current_device, current_stream[current_device], (n + GRAIN - 1) / GRAIN * GRAIN, nullptr};
+    auto* b = new Block{current_device, current_stream[current_device], (n + GRAIN - 1) / GRAIN * GRAIN, nullptr, false};
     bool fresh = false;
     {
       std::lock_guard<std::mutex> lock(pushing);
       auto& kept = a.free[{b->stream, b->size}];
-      if (!kept.empty()) {
+      b->captured = streams[b->device][b->stream].captured;
+      if (!kept.empty() && !b->captured) {
         b->at = kept.back();
         kept.pop_back();
       } else {

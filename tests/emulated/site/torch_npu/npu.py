@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_npu._runtime import drain, lib
+from torch_npu._runtime import check, drain, lib
 
 DEVICES = 2
 emulated = True
@@ -168,3 +168,59 @@ class stream:
         current, there = self.before
         set_stream(there)
         set_stream(current)
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(lib.npu_capturing(current_device()))
+
+
+class NPUGraph:
+    """What a stream was given between `capture_begin` and `capture_end`, with the addresses and values of that time."""
+
+    def __init__(self) -> None:
+        self.held: int | None = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        at = current_stream()
+        if at.stream_id == 0 or lib.npu_capturing(at.device.index):
+            raise RuntimeError("npu: the default stream, and one that is captured already, can't be captured")
+        self.at = at.device.index, at.stream_id
+        lib.npu_capture(*self.at)
+
+    def capture_end(self) -> None:
+        self.reset()
+        self.held = lib.npu_captured(*self.at)
+        check()
+
+    def replay(self) -> None:
+        if self.held is not None:
+            lib.npu_replay(self.at[0], self.held)
+
+    def reset(self) -> None:
+        if self.held is not None:
+            lib.npu_reset(self.held)
+        self.held = None
+
+
+class graph:
+    """A capture within a block, on a side stream. The wheel's other arguments are not emulated."""
+
+    def __init__(
+        self, npu_graph: NPUGraph, pool: Any = None, stream: Stream | None = None, auto_dispatch_capture: bool = False,
+        capture_error_mode: str = "global",
+    ) -> None:  # fmt: skip
+        if pool is not None or auto_dispatch_capture or capture_error_mode != "global":
+            raise NotImplementedError("not emulated")
+        self.npu_graph, self.stream = npu_graph, stream
+
+    def __enter__(self) -> None:
+        synchronize()
+        self.within = stream(self.stream or Stream())
+        self.within.__enter__()
+        self.npu_graph.capture_begin()
+
+    def __exit__(self, *args: Any) -> None:
+        try:
+            self.npu_graph.capture_end()
+        finally:
+            self.within.__exit__()
