@@ -42,6 +42,18 @@ def test_doctor_names_the_lane() -> None:
     assert not any(r["lane"] == "device" for r in rows)
 
 
+def test_the_reports_questions_to_a_device_are_answered() -> None:
+    """`hal doctor --report`'s step ``device npu``, row by row."""
+    command = [sys.executable, "-m", "hal._report_steps", "device", "npu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert {name for name, row in rows.items() if not row["ok"]} == set(), rows
+    assert rows["npu:1"]["saw"] == "Ascend910B3, emulated"
+    assert rows["triton's device"]["saw"]["num_vectorcore"] == 40
+    assert {rows[name]["saw"] for name in ("a side stream", "pinned copies", "batched copies")} == {"right"}
+    assert rows["timed events"]["saw"].endswith(" ms")
+
+
 PROOFS = {"value": 1, "misaligned": 1, "defaults": 1, "threads": 1, "later": 1, "empty": 1, "placement": 9}
 """How many cases of each."""
 OF_CORE_OPS = {"stream": 1, "sync": 1, "memory": 1}

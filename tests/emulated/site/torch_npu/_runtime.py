@@ -43,11 +43,11 @@ def _run(number: int, why: int, size: int) -> int:
     return 0
 
 
-def launch(device: int, work: Callable[[], None]) -> None:
-    """Puts a kernel into the current stream of `device`."""
+def launch(device: int, work: Callable[[], None], stream: int | None = None) -> None:
+    """Puts a kernel into a stream of `device`: the current one, unless it is named."""
     number = next(_numbers)
     (_captured if lib.npu_capturing(device) else _kernels)[number] = work
-    lib.npu_launch(device, lib.npu_stream(device), number)
+    lib.npu_launch(device, lib.npu_stream(device) if stream is None else stream, number)
 
 
 def drain(device: int, stream: int, until: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torch_npu._runtime import check, drain, lib
+from torch_npu._runtime import check, drain, launch, lib
 
 DEVICES = 2
 emulated = True
@@ -46,7 +48,7 @@ def get_device_name(device_name: Any = None) -> str:
 
 
 def get_device_properties(device_name: Any = None) -> Any:
-    raise NotImplementedError("not emulated")
+    return SimpleNamespace(name=get_device_name(device_name), total_memory=1 << 37)
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -121,10 +123,22 @@ class Stream:
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.at: tuple[int, int, int] | None = None
+        self.timed, self.seconds = enable_timing, float("nan")
+
+    def _reach(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Of this machine, from when the one was reached until the other was."""
+        if not (self.timed and end_event.timed and self.query() and end_event.query()):
+            raise RuntimeError("npu: events without timing, or not reached yet")
+        return (end_event.seconds - self.seconds) * 1e3
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
         where, which = stream.device.index, stream.stream_id
+        if self.timed:
+            launch(where, self._reach, which)
         self.at = where, which, lib.npu_put(where, which)
 
     def wait(self, stream: Stream | None = None) -> None:
