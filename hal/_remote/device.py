@@ -149,7 +149,7 @@ def graph(hands: Hands, task: Task) -> Answer:
     hands.settle()
     captured = make()
     try:
-        with module.graph(captured):
+        with module.device(hands.device), module.graph(captured):
             ret = bound.fn(**placed.values)
     except RuntimeError as e:
         return {"outcome": "returned", "calls": [], "captured": f"{e}\n{short_trace(e)}", **said}
