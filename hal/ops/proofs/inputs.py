@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hal import _host
+from hal.kv.pool import KVPool
 
 INDEX_DTYPES = {"i32": torch.int32, "i64": torch.int64}
 FLOAT_DTYPES = {
@@ -81,3 +85,23 @@ def row_view(rows: Tensor, kind: str) -> Tensor:
     view = _host.empty_strided((n, m), (wide, 1), dtype=rows.dtype)
     view.copy_(rows)
     return view
+
+
+def on_device(arguments: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """What `make` gave on a device, views of one storage still views of one storage."""
+    stores: dict[int, Tensor] = {}
+
+    def place(value: Any) -> Any:
+        if isinstance(value, KVPool):
+            k, v = (tuple(map(place, h)) if isinstance(h, tuple) else place(h) for h in (value.k, value.v))
+            return KVPool(k, v, layout=value.layout, page_size=value.page_size)
+        if not isinstance(value, Tensor):
+            return value
+        store = value.untyped_storage()
+        if store.data_ptr() not in stores:
+            stores[store.data_ptr()] = _host.empty(0, dtype=torch.uint8).set_(store).to(device)
+        base = stores[store.data_ptr()]
+        view = torch.empty(0, dtype=value.dtype, device=base.device)
+        return view.set_(base.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+    return {name: place(value) for name, value in arguments.items()}
