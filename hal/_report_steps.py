@@ -219,6 +219,7 @@ def times(backend: str, *ops: str) -> None:
     import torch
 
     from hal._remote.target import RegistryTarget
+    from hal.ops.proofs.inputs import on_device
     from hal.registry import current
 
     target = RegistryTarget.of(backend, "device")
@@ -227,7 +228,7 @@ def times(backend: str, *ops: str) -> None:
         spec = current().spec(op)
 
         def look(op: str = op, spec: Any = spec) -> dict[str, float]:
-            given = {k: _placed(v, target.device) for k, v in spec.make(**spec.samples[0].params).items()}
+            given = on_device(spec.make(**spec.samples[0].params), target.device)
             begin = time.perf_counter()
             target.dispatch(op, given)
             module.synchronize()
@@ -236,28 +237,6 @@ def times(backend: str, *ops: str) -> None:
 
         check(op, look)
     _peak(module)
-
-
-def _placed(value: Any, where: Any) -> Any:
-    """A sample's argument on a device."""
-    import torch
-
-    from hal.kv.pool import KVPool
-
-    if isinstance(value, torch.Tensor):
-        return value.to(where)
-    if isinstance(value, KVPool):
-        k, v = (
-            [t.to(where) for t in half]
-            if isinstance(half, tuple)
-            else half
-            if half is None
-            else half.to(where)
-            for half in (value.k, value.v)
-        )
-        assert k is not None
-        return KVPool(k, v, layout=value.layout, page_size=value.page_size)
-    return value
 
 
 def _median(call: Callable[[], Any], module: Any) -> dict[str, float]:

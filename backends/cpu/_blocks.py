@@ -9,19 +9,16 @@ vectors (`_panels`). Invariant: an offset into the cache is made only of a slot 
 
 from __future__ import annotations
 
-from types import FunctionType
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from hal.backends.cpu import _amx
 from hal.backends.cpu._amx import begin_tiles, end_tiles
 from hal.backends.cpu._bits import cast, load, shift, store, view
 from hal.backends.cpu._call import FORMAT
 from hal.backends.cpu._fma import log
 from hal.backends.cpu._index import get
-from hal.backends.cpu._jit import Kernel, inline
+from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._online import aligned, bits
 from hal.backends.cpu._panels import pack_keys, pack_values, panel_scores, panel_weigh, soften_row, stretch
 from hal.backends.cpu._pool import run
@@ -211,22 +208,12 @@ def _kernel(  # type: ignore[no-untyped-def]
         saved[0] = 0
 
 
-TILES = False  # in the globals of each copy of `_kernel`, where numba takes it for a constant
+TILES = False  # as `with_tiles` has it
 _TYPES = (
     "i64 int int  *x int int int int int int  *x int int int *x int int int int int int "
     "i64 u8 bool *x int int u8 int float int bool int"
 )
-kernel = Kernel(_kernel, _TYPES, shared=True)
-by_tiles = FunctionType(_kernel.__code__, {**globals(), "TILES": True})
-by_tiles.__qualname__ = "_kernel_by_tiles"  # numba names the file in its cache after it
-tile_kernel = Kernel(by_tiles, _TYPES, shared=True)
-
-
-def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
-    """By tiles where they do it."""
-    return (
-        tile_kernel if dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable() else kernel
-    )
+kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
 
 def attend(

@@ -20,9 +20,10 @@ from typing import Any
 
 import llvmlite
 import numba
+import torch
 
 from hal import _env
-from hal.backends.cpu import _files
+from hal.backends.cpu import _amx, _files
 from hal.backends.cpu._bits import POINTER, typed
 from hal.backends.cpu._team import spread
 
@@ -183,3 +184,21 @@ class Kernel:
         )
         self._natives[variant] = found
         return found
+
+
+def with_tiles(
+    fn: Callable[..., Any], types: str
+) -> tuple[Kernel, Kernel, Callable[[torch.dtype, int, int], Kernel]]:
+    """(the kernel by vectors, the one by tiles, which of them is for a dtype, head_dim and v_head_dim).
+
+    ``TILES``, False in the globals of `fn`, is True in those of its copy: numba takes it for a constant.
+    """
+    by_tiles = FunctionType(fn.__code__, {**fn.__globals__, "TILES": True})
+    by_tiles.__qualname__ = f"{fn.__qualname__}_by_tiles"  # numba names the file in its cache after it
+    kernel, tile_kernel = Kernel(fn, types, shared=True), Kernel(by_tiles, types, shared=True)
+
+    def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
+        tiled = dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable()
+        return tile_kernel if tiled else kernel
+
+    return kernel, tile_kernel, kernel_for

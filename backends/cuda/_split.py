@@ -8,7 +8,7 @@ it needs a layout; everything else here compiles as Triton and as Gluon.
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._attention import lengths
+from hal.backends.cuda._attention import entry, lengths
 
 
 @triton.jit
@@ -67,6 +67,21 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
         before += tl.sum(tl.where(mine, n, 0))
         base += tl.sum(n)
     return request, before
+
+
+@triton.jit
+def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
+    """(where the keys of part c's request begin, its parts, the first key of c, the key after its last), in steps."""
+    begin = entry(kv_indptr, request, nnz)
+    length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    if WINDOW:
+        seen = tl.minimum(length, window + 1)
+        begin += length - seen
+        length = seen
+    parts = tl.maximum(length - 1, 0) // chunk + 1
+    own = (tl.maximum(length - 1, 0) // parts + STEP) // STEP * STEP
+    low = (c - before) * own
+    return begin, parts, low, tl.minimum(low + own, length)
 
 
 @triton.jit

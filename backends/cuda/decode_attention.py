@@ -17,7 +17,6 @@ from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import (
     LN2,
-    entry,
     exponent,
     factor,
     logits,
@@ -30,7 +29,7 @@ from hal.backends.cuda._attention import (
 )
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, pdl
-from hal.backends.cuda._split import ahead, chunk_of, counts, seek
+from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -84,16 +83,7 @@ def decode_attention_kernel(
         chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, window, SHORTEST, WINDOW)
         request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, window, WINDOW)
     if request < bs:
-        begin = entry(kv_indptr, request, nnz)
-        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
-        if WINDOW:
-            seen = tl.minimum(length, window + 1)
-            begin += length - seen
-            length = seen
-        parts = tl.maximum(length - 1, 0) // chunk + 1
-        own = (tl.maximum(length - 1, 0) // parts + N) // N * N
-        low = (c - before) * own
-        high = tl.minimum(low + own, length)
+        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
 
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)

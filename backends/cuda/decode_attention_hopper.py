@@ -22,13 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _attention, _split
+from hal.backends.cuda import _split
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, _barriers
 from hal.triton import launch
 
-entry = gluon.jit(_attention.entry.fn)
 chunk_of = gluon.jit(_split.chunk_of.fn)
+keys_of = gluon.jit(_split.keys_of.fn)
 seek = gluon.jit(_split.seek.fn)
 
 HALF = gl.constexpr(256)
@@ -306,12 +306,7 @@ def decode_attention_hopper_kernel(
     full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
     if request < bs:
-        begin = entry(kv_indptr, request, nnz)
-        length = gl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
-        parts = gl.maximum(length - 1, 0) // chunk + 1
-        own = (gl.maximum(length - 1, 0) // parts + KEYS) // KEYS * KEYS
-        low = (c - before) * own
-        high = gl.minimum(low + own, length)
+        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
         tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS

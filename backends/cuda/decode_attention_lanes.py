@@ -18,7 +18,6 @@ from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.triton import launch
 
-entry = gluon.jit(_attention.entry.fn)
 exponent = gluon.jit(_attention.exponent.fn)
 factor = gluon.jit(_attention.factor.fn)
 magnitude = gluon.jit(_attention.magnitude.fn)
@@ -27,6 +26,7 @@ power = gluon.jit(_attention.power.fn)
 tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 chunk_of = gluon.jit(_split.chunk_of.fn)
+keys_of = gluon.jit(_split.keys_of.fn)
 seek = gluon.jit(_split.seek.fn)
 
 SHIFT = gl.constexpr(15)
@@ -189,16 +189,7 @@ def decode_attention_lanes_kernel(
     STEP: gl.constexpr = W * N
 
     if request < bs:
-        begin = entry(kv_indptr, request, nnz)
-        length = gl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
-        if WINDOW:
-            seen = gl.minimum(length, window + 1)
-            begin += length - seen
-            length = seen
-        parts = gl.maximum(length - 1, 0) // chunk + 1
-        own = (gl.maximum(length - 1, 0) // parts + STEP) // STEP * STEP
-        low = (c - before) * own
-        high = gl.minimum(low + own, length)
+        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP, WINDOW)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * H
         first = kv_head * GROUP + member

@@ -13,13 +13,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._cache import refuse_fp8, scale_kind
-from hal.backends.cuda._device import pdl
-from hal.backends.cuda.rope_kv_write import _angles, _load_pairs, _rotated, _store, _store_pairs
-from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
-from hal.ops.spec import FP8
+from hal.backends.cuda._cache import refuse_fp8
+from hal.backends.cuda.rope_kv_write import _angles, _load_pairs, _rotated, _store, _store_pairs, shape_of
 from hal.triton import launch
-from hal.triton.plans import Plan, Size, Step, length, plans
+from hal.triton.plans import Plan, Step, length, plans
 
 ROWS = 8
 
@@ -137,24 +134,13 @@ def _plans(
     positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, slots: Tensor | None, eps: float,
     k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
 ) -> Plan:  # fmt: skip
-    page, kc, vc, v_strides, v_head_dim, num_slots = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16, Size()
-    if k_cache is not None and v_cache is not None and v is not None:
-        page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
-        v_strides, v_head_dim = v.stride()[:2], v.shape[2]
-        num_slots = length("k_cache", by=page_size(k_cache))
-    strides = (*q.stride()[:2], *k.stride()[:2], *v_strides, *kc, *vc)
-    unit = copy_unit(strides)
-    on = pdl(q.get_device())
-    fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
+    units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
     run = qk_norm_rope_kv_write_kernel.bind(
-        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim,
-        ROTARY=cos_sin_cache.shape[1], PAGE=page, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None,
-        WRITE_K=bool(write_k), K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale),
-        UNIT=unit, ROWS=ROWS, PDL=on, num_warps=4, launch_pdl=on,
+        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static,
     )  # fmt: skip
     args = (
         "q", "k", "v", "q_weight", "k_weight", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale",
-        "v_scale", "eps", *(s // unit for s in strides), length("cos_sin_cache"), num_slots, length("q"),
+        "v_scale", "eps", *units, length("cos_sin_cache"), num_slots, length("q"),
     )  # fmt: skip
     programs = length("q", by=k.shape[1], per=ROWS) + length("q", by=q.shape[1], per=ROWS)
     return Plan((Step(run, programs, args),))

@@ -207,6 +207,20 @@ def _plans(
     q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor, k_cache: Tensor | None,
     v_cache: Tensor | None, slots: Tensor | None, k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
 ) -> Plan:  # fmt: skip
+    units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
+    args = (
+        "q", "k", "v", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
+        *units, length("cos_sin_cache"), num_slots, length("q"),
+    )  # fmt: skip
+    return tiled("q", args, q.shape[1], k.shape[1], ROTARY=cos_sin_cache.shape[1], K_AT=0, **static)
+
+
+def shape_of(
+    q: Tensor, k: Tensor, v: Tensor | None, k_cache: Tensor | None, v_cache: Tensor | None, k_scale: object,
+    v_scale: object, interleaved: bool, write_k: bool,
+) -> tuple[list[int], Size, dict[str, Any]]:  # fmt: skip
+    """(the strides in units that divide all of them, the cache's slots, the constants that follow) of q, k, v and the
+    caches, or of none."""
     page, kc, vc, v_strides, v_head_dim, num_slots = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16, Size()
     if k_cache is not None and v_cache is not None and v is not None:
         page, kc, vc = fuse_pages_of_both(k_cache, v_cache)
@@ -216,16 +230,12 @@ def _plans(
     unit = copy_unit(strides)
     on = pdl(q.get_device())
     fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
-    args = (
-        "q", "k", "v", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
-        *(s // unit for s in strides), length("cos_sin_cache"), num_slots, length("q"),
-    )  # fmt: skip
-    return tiled(
-        "q", args, q.shape[1], k.shape[1], HEAD_DIM=q.shape[2], V_HEAD_DIM=v_head_dim, ROTARY=cos_sin_cache.shape[1],
-        PAGE=page, K_AT=0, INTERLEAVED=bool(interleaved), CACHE=k_cache is not None, WRITE_K=bool(write_k),
-        K_FP8=fp8[0], V_FP8=fp8[1], K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), UNIT=unit, PDL=on,
-        launch_pdl=on,
-    )  # fmt: skip
+    static = {
+        "HEAD_DIM": q.shape[2], "V_HEAD_DIM": v_head_dim, "PAGE": page, "INTERLEAVED": bool(interleaved),
+        "CACHE": k_cache is not None, "WRITE_K": bool(write_k), "K_FP8": fp8[0], "V_FP8": fp8[1],
+        "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale), "UNIT": unit, "PDL": on, "launch_pdl": on,
+    }  # fmt: skip
+    return [s // unit for s in strides], num_slots, static
 
 
 def tiled(

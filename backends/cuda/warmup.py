@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from hal.backends.cuda._device import multiprocessors
-from hal.kv.pool import KVPool
 
 CORE = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 _TABLE = {"bs": 1, "requests": 1, "width": 8192}
@@ -116,16 +115,9 @@ def warmup(
 def example(op: str, where: torch.device) -> dict[str, Any]:
     """Arguments of an op beyond the core, of the form in `FORMS`."""
     from hal import ops as contracts
+    from hal.ops.proofs.inputs import on_device
 
-    made = contracts.get_spec(op).make(**FORMS[op])
-    for name, value in made.items():
-        if isinstance(value, torch.Tensor):
-            made[name] = value.to(where)
-        elif isinstance(value, KVPool):
-            halves = [x.to(where) if isinstance(x, torch.Tensor) else None for x in (value.k, value.v)]
-            assert halves[0] is not None
-            made[name] = KVPool(halves[0], halves[1], layout=value.layout, page_size=value.page_size)
-    return made
+    return on_device(contracts.get_spec(op).make(**FORMS[op]), where)
 
 
 def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal import _host
 from hal.bench import launcher
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
+from hal.ops.proofs.inputs import on_device
 from hal.ops.proofs.judge import headroom, right_any
 
 
@@ -69,8 +69,7 @@ def verdict(op: str, args: dict[str, Any]) -> float:
         AssertionError: an output is outside of it.
     """
     wants = get_spec(op).oracle(args)
-    memo: dict[int, Tensor] = {}
-    here = {k: place(v, memo) for k, v in args.items()}
+    here = on_device(args, "cuda")
     call = functools.partial(launcher("cuda", op), **here)
     worst = 0.0
     for captured in (False, True):
@@ -94,26 +93,3 @@ def verdict(op: str, args: dict[str, Any]) -> float:
                 raise AssertionError(f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}")
             worst = max(worst, headroom(got, want))
     return worst
-
-
-def place(value: Any, memo: dict[int, Tensor]) -> Any:
-    """The argument on the device, views of one storage still views of one storage.
-
-    Args:
-        memo: of all arguments of a call: the device's copy of each storage.
-    """
-    if isinstance(value, KVPool):
-        k, v = (
-            tuple(place(t, memo) for t in half) if isinstance(half, tuple) else place(half, memo)
-            for half in (value.k, value.v)
-        )
-        return KVPool(k, v, layout=value.layout, page_size=value.page_size)
-    if not isinstance(value, Tensor):
-        return value
-    store = value.untyped_storage()
-    if store.data_ptr() not in memo:
-        memo[store.data_ptr()] = _host.empty(0, dtype=torch.uint8).set_(store).cuda()
-    base = memo[store.data_ptr()].untyped_storage()
-    return torch.empty(0, dtype=value.dtype, device="cuda").set_(
-        base, value.storage_offset(), value.shape, value.stride()
-    )

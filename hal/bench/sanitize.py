@@ -33,8 +33,8 @@ def child(what: str) -> None:
         torch.cuda.synchronize()
         return
     from hal.bench.cuda.harness import ours
-    from hal.bench.judge import place
     from hal.ops import get_spec
+    from hal.ops.proofs.inputs import on_device
 
     count = 0
     for op in what.split(","):
@@ -42,8 +42,7 @@ def child(what: str) -> None:
         for sample in spec.samples:
             if sample.large or not any(k in sample.name for k in KINDS):
                 continue
-            memo: dict[int, torch.Tensor] = {}
-            args = {name: place(value, memo) for name, value in spec.make(**sample.params).items()}
+            args = on_device(spec.make(**sample.params), "cuda")
             if op == "kv_transfer":
                 args["method"] = "kernel"
             ours(op)(args)()

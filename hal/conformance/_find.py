@@ -25,7 +25,6 @@ def job_for(
     silence: float | None = None,
     *,
     fixed: bool = True,
-    examples: int = 60,
     seed: int = 0,
 ) -> Job:
     """What is to be judged, with the entry points that load for it: ours, and the one of the backend's name."""
@@ -35,7 +34,7 @@ def job_for(
     if allowed and own and name not in allowed:
         raise SelectionError(f"hal: conformance: HAL_PLUGINS keeps {name} from loading; add it there")
     ops = None if ops is None else tuple(ops)
-    return Job(backend, lane, device, tuple(imports), (*BUILTIN, *own), ops, silence, fixed, examples, seed)
+    return Job(backend, lane, device, tuple(imports), (*BUILTIN, *own), ops, silence, fixed, seed)
 
 
 def find(job: Job) -> Worker:

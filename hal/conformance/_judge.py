@@ -43,17 +43,8 @@ def judge(
             tell(Result(case.id, NOT_RUN, f"given up after {worker.deaths} dead processes"))
             continue
         worker.begin()
-        tell(
-            run_case(
-                case,
-                worker,
-                specs[case.op],
-                fixed=job.fixed,
-                examples=job.examples,
-                imports=job.imports,
-                seed=job.seed,
-            )
-        )
+        spec = specs[case.op]
+        tell(run_case(case, worker, spec, fixed=job.fixed, imports=job.imports, seed=job.seed))
 
 
 class Apart:

@@ -32,8 +32,6 @@ from hal.conformance._worker import Worker
 from hal.conformance._writers import Report
 from hal.ops import BUILTIN, get_spec
 
-EXAMPLES = 60
-
 
 @dataclass
 class Outcome:
@@ -46,26 +44,15 @@ class Outcome:
 
 
 def run_backend(
-    backend: str,
-    lane: str,
-    ops: Sequence[str],
-    cases: Sequence[Case],
-    *,
-    device: str | None = None,
-    imports: Sequence[str] = (),
-    fixed: bool = True,
-    examples: int = EXAMPLES,
-    silence: float | None = None,
-    progress: Progress = lambda r, i, n: None,
-    jobs: int = 1,
-    seed: int = 0,
-) -> Outcome:
+    backend: str, lane: str, ops: Sequence[str], cases: Sequence[Case], *, imports: Sequence[str] = (),
+    silence: float | None = None, jobs: int = 1, seed: int = 0,
+) -> Outcome:  # fmt: skip
     """Runs cases on a backend in processes of its own; one that dies or hangs fails the case it was in."""
-    job = job_for(backend, lane, device, imports, ops, silence, fixed=fixed, examples=examples, seed=seed)
+    job = job_for(backend, lane, None, imports, ops, silence, seed=seed)
     with Worker(job) as worker:
         if worker.failed:
             return Outcome(fatal=worker.failed)
-        return run(worker, cases, progress, jobs)
+        return run(worker, cases, jobs=jobs)
 
 
 def run(

@@ -46,7 +46,7 @@ class Job:
         plugins: the entry points that may load in the backend's process.
         ops: None for all.
         silence: seconds in which a call has to end; None: the lane's.
-        fixed, examples, seed: as `hal.conformance.proofs.run.Run` has them.
+        fixed, seed: as `hal.conformance.proofs.run.Run` has them.
     """
 
     backend: str
@@ -57,7 +57,6 @@ class Job:
     ops: tuple[str, ...] | None = None
     silence: float | None = None
     fixed: bool = True
-    examples: int = 60
     seed: int = 0
 
     @property

@@ -18,6 +18,7 @@ from hal.demo.model import Llama
 from hal.kv.pool import KVPool
 
 ROUNDS = 7
+PAGE_SIZE = 16
 Tokens = list[list[int]]
 
 
@@ -105,19 +106,18 @@ def _case(
     return Row(len(prompts), new * len(prompts), seconds[0], seconds[1], equal)
 
 
-def engine_for(model: Llama, prompts: Sequence[list[int]], new: int, page_size: int = 16) -> Engine:
-    """An engine with room for all prompts at once, which shares no pages between them."""
-    pages = [-(-(len(p) + new) // page_size) for p in prompts]
+def engine_for(
+    model: Llama, prompts: Sequence[list[int]], new: int, late: int = 0, share: bool = False
+) -> Engine:
+    """An engine with room for all prompts at once but the `late` shortest; with `share` it shares pages between them,
+    and has a host pool."""
+    running = max(1, len(prompts) - late)
+    pages = sorted((-(-(len(p) + new) // PAGE_SIZE) for p in prompts), reverse=True)
+    slots = sum(pages[:running]) * PAGE_SIZE
     return Engine(
-        model,
-        slots=sum(pages) * page_size,
-        host_slots=0,
-        max_running=len(prompts),
-        max_length=max(pages) * page_size,
-        page_size=page_size,
-        share=False,
-        record=record_cuda if model.device.type == "cuda" else None,
-    )
+        model, slots=slots, host_slots=slots * share, max_running=running, max_length=pages[0] * PAGE_SIZE,
+        page_size=PAGE_SIZE, share=share, record=record_cuda if model.device.type == "cuda" else None,
+    )  # fmt: skip
 
 
 @torch.inference_mode()

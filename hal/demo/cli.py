@@ -16,7 +16,6 @@ from hal._errors import ArgumentError
 from hal.demo import bench as benching
 from hal.demo.check import compare
 from hal.demo.engine import OPS, Engine, Request
-from hal.demo.graphs import record_cuda
 from hal.demo.meter import Meter
 from hal.demo.model import Llama
 from hal.demo.screen import Answer, Screen, benched, progress
@@ -37,7 +36,6 @@ MORE_PROMPTS = (
     "Tell me a short story about a lighthouse keeper who finds a letter in a bottle.",
 )
 """With the others, the eight of `--bench`."""
-PAGE_SIZE = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,7 +108,7 @@ def main(
     with _reference_for_what_lacks(console):
         if bench:
             return _bench(console, model, loaded.model, encoded, max_tokens, exact=dtype == "float32")
-        engine = _engine(model, encoded, max_tokens)
+        engine = benching.engine_for(model, encoded, max_tokens, late=1, share=True)
         answers = [Answer(i + 1, p) for i, p in enumerate(asked)]
         screen = Screen(console, answers, loaded.decode)
         begin = time.perf_counter()
@@ -205,22 +203,6 @@ def _device(name: str) -> torch.device:
     if device.type not in known or (device.index or 0) >= count:
         raise _bad("--device", "a device that is here: " + ", ".join(known), repr(name))
     return device
-
-
-def _engine(model: Llama, encoded: Sequence[list[int]], max_tokens: int) -> Engine:
-    """An engine with room for all prompts but one: the late one makes it choose."""
-    running = max(1, len(encoded) - 1)
-    pages = sorted((-(-(len(t) + max_tokens) // PAGE_SIZE) for t in encoded), reverse=True)
-    slots = sum(pages[:running]) * PAGE_SIZE
-    return Engine(
-        model,
-        slots=slots,
-        host_slots=slots,
-        max_running=running,
-        max_length=pages[0] * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        record=record_cuda if model.device.type == "cuda" else None,
-    )
 
 
 class Arrivals:

@@ -83,19 +83,9 @@ def decode_attention(
 
 
 def _check_sizes(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    scale: Any,
-    sliding_window: Any,
-    logit_cap: Any,
-    k_scale: Any,
-    v_scale: Any,
-) -> None:
+    q: Tensor, k_cache: Any, v_cache: Any, kv_indptr: Tensor, kv_indices: Any, out: Any, lse: Any, scale: Any,
+    sliding_window: Any, logit_cap: Any, *_: Any,
+) -> None:  # fmt: skip
     if kv_indptr.shape[0] != q.shape[0] + 1:
         raise ArgumentError(
             "decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr)

@@ -101,21 +101,9 @@ def extend_attention(
 
 
 def _check_sizes(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    scale: Any,
-    causal: Any,
-    sliding_window: Any,
-    logit_cap: Any,
-    k_scale: Any,
-    v_scale: Any,
-) -> None:
+    q: Tensor, k_cache: Any, v_cache: Any, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Any, out: Any, lse: Any,
+    scale: Any, causal: Any, sliding_window: Any, logit_cap: Any, *_: Any,
+) -> None:  # fmt: skip
     if qo_indptr.shape[0] < 1:
         raise ArgumentError(
             "extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr)

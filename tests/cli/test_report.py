@@ -19,6 +19,7 @@ from plugins import Plugins, manifest
 import hal
 from hal import _doctor, _private, _report, _report_steps, cli
 from hal.conformance._schema import misfits
+from hal.ops.proofs.inputs import on_device
 
 SECRETS = ("janedoe", "gpu-box-17", "corp.example", "10.20.30.40", "fe80:", "gguf", "models", "hunter2", "Vault")
 SAID = (
@@ -194,10 +195,12 @@ def test_samples_are_placed(layout: str) -> None:
     """Pools keep their layout and page size, other values stay what they are."""
     shape = (2, 8, 2, 4) if layout == "layer_first" else (2, 2, 4, 2, 4)
     made = [torch.zeros(shape, dtype=torch.float32, device="cpu") for _ in range(2)]
-    cpu = torch.device("cpu")
-    found = _report_steps._placed(hal.KVPool(*made, layout=layout, page_size=4), cpu)
-    assert (found.layout, found.page_size) == (layout, 4)
     apart = hal.KVPool(*(tuple(torch.zeros(2, 8, 2, 4)) for _ in range(2)), page_size=4)
-    assert _report_steps._placed(apart, cpu).num_layers == 2
-    assert _report_steps._placed(made[0], torch.device("meta")).device.type == "meta"
-    assert _report_steps._placed(3.5, cpu) == 3.5
+    pool = hal.KVPool(*made, layout=layout, page_size=4)
+    found = on_device({"pool": pool, "apart": apart, "scale": 3.5}, "cpu")
+    assert (found["pool"].layout, found["pool"].page_size, found["scale"]) == (layout, 4, 3.5)
+    assert found["apart"].num_layers == 2
+    meta = on_device({"whole": made[0], "part": made[0][1]}, "meta")
+    assert meta["part"].is_meta
+    assert meta["part"].shape == made[0][1].shape
+    assert meta["part"].stride() == made[0][1].stride()

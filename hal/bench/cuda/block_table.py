@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._attention import entry, logits, step, tile
-from hal.backends.cuda._split import chunk_of, seek
+from hal.backends.cuda._attention import logits, step, tile
+from hal.backends.cuda._split import chunk_of, keys_of, seek
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
 from hal.bench.cuda.attention import HEADS, PAGE
@@ -64,12 +64,7 @@ def decode_by_blocks_kernel(
         chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, 0, SHORTEST, False)
         request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, 0, False)
     if request < bs:
-        begin = entry(kv_indptr, request, nnz)
-        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
-        parts = tl.maximum(length - 1, 0) // chunk + 1
-        own = (tl.maximum(length - 1, 0) // parts + N) // N * N
-        low = (c - before) * own
-        high = tl.minimum(low + own, length)
+        _, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, 0, N, False)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
         there = member < GROUP

@@ -12,7 +12,16 @@ from torch import Tensor
 from hal import _host
 from hal.ops._torch import in_range, slots_of
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
-from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, randint
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    floats,
+    odd_indices,
+    paired,
+    randint,
+    spaced,
+)
 from hal.ops.proofs.judge import Candidate, Want, attention_slack
 from hal.ops.spec import FP8, Sample
 
@@ -99,7 +108,6 @@ def want_of(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> 
 
 # --- samples ----------------------------------------------------------------------------------------
 
-DTYPES = ("fp16", "bf16", "fp32")
 ODD = {"index": "i64", "indptr": "i64"}
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
@@ -315,20 +323,6 @@ def _caches(
         k = _host.randn(*lead, dims[0], generator=g).to(dtype)
         return k, k[..., : dims[1]]
     if view == "pairs":
-        both = _host.randn(lead[0], 2, *lead[1:], max(dims), generator=g).to(dtype)
-        return both[:, 0, ..., : dims[0]], both[:, 1, ..., : dims[1]]
-    fresh = [_host.randn(*lead, d, generator=g).to(dtype) for d in dims]
-    if view == "plain":
-        return fresh[0], fresh[1]
-    out = []
-    for t in fresh:
-        strides = list(t.stride())
-        if view == "far":
-            strides[0] = FAR
-        else:
-            step = t.shape[-1] + 8
-            for i in range(t.ndim - 2, -1, -1):
-                strides[i] = step
-                step = step * t.shape[i] + 16
-        out.append(_host.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
-    return out[0], out[1]
+        return paired(g, lead, dims, dtype)
+    k, v = (_host.randn(*lead, d, generator=g).to(dtype) for d in dims)
+    return spaced(k, view), spaced(v, view)

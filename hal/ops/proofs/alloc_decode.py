@@ -11,9 +11,9 @@ from hal import _host
 from hal.ops._spans import LONGEST
 from hal.ops.proofs.alloc_extend import PAGE_ERRORS, free_list, open_page, open_slots, slot_in, want_of
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused
 from hal.ops.proofs.judge import Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -62,21 +62,14 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3), **change}
+_bad = refused(make, bs=3)
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{m}-{f}-{o}", {"lens": i, "last": m, "free": f, "out": o})
-            for i, m, f, o in (
-                ("i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64"), ("i32", "i64", "i32", "i64"),
-                ("i64", "i32", "i64", "i32"),
-            )
-        ),
+        *of_dtypes("lens last free out", "i32 i32 i32 i32", "i64 i64 i64 i64", "i32 i64 i32 i64", "i64 i32 i64 i32"),
         *(Sample(f"page-{p}", {"page_size": p, "bs": 60}) for p in (1, 3, 7, 16, 64)),
         Sample("one", {"bs": 1}),
         Sample("empty", {"bs": 0}),
@@ -96,16 +89,11 @@ PROOF = Proof(
         ),
     ),
     errors=(
-        *(
-            ErrorSample(name, "page_size", lambda value=value: _small(page_size=value))  # type: ignore[misc]
-            for name, value in PAGE_ERRORS
-        ),
-        ErrorSample("out-longer", "out", lambda: _small(out=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(3))),
-        ErrorSample(
-            "free-pages-of-rank-2", "free_pages", lambda: _small(free_pages=_host.zeros(4, 1, dtype=torch.int64)),
-        ),
-        ErrorSample("lens-strided", "seq_lens", lambda: _small(seq_lens=_host.ones(6, dtype=torch.int64)[::2])),
+        *(_bad(name, page_size=value) for name, value in PAGE_ERRORS.items()),
+        _bad("out-longer", out=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("out-expanded", out=lambda: _host.zeros(1, dtype=torch.int64).expand(3)),
+        _bad("free-pages-of-rank-2", free_pages=lambda: _host.zeros(4, 1, dtype=torch.int64)),
+        _bad("lens-strided", seq_lens=lambda: _host.ones(6, dtype=torch.int64)[::2]),
     ),
     ragged={
         "bs": (0, 600), "longest": (0, 90), "page_size": (1, 70), "spare": (-30, 30), "lens": ("i32", "i64"),

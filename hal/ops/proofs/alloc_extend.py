@@ -13,9 +13,9 @@ from hal.ops._spans import LONGEST, extent
 from hal.ops.alloc_extend import largest_page
 from hal.ops.proofs.compute_positions import lengths
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def slot_in(page: int, position: int, page_size: int, dtype: torch.dtype) -> int:
@@ -103,27 +103,17 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3), **change}
+_bad = refused(make, bs=3)
 
 
-PAGE_ERRORS = tuple(
-    (name, value)
-    for name, value in (("page-zero", 0), ("page-huge", 2**30 + 1), ("page-float", 16.0), ("page-true", True))
-)
+PAGE_ERRORS = {"page-zero": 0, "page-huge": 2**30 + 1, "page-float": 16.0, "page-true": True}
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{m}-{f}-{o}", {"lens": i, "last": m, "free": f, "out": o})
-            for i, m, f, o in (
-                ("i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64"), ("i32", "i64", "i32", "i64"),
-                ("i64", "i32", "i64", "i32"),
-            )
-        ),
+        *of_dtypes("lens last free out", "i32 i32 i32 i32", "i64 i64 i64 i64", "i32 i64 i32 i64", "i64 i32 i64 i32"),
         *(Sample(f"page-{p}", {"page_size": p, "bs": 20}) for p in (1, 3, 7, 64, 128)),
         Sample("one", {"bs": 1, "prefix": 9}),
         Sample("no-requests", {"bs": 0}),
@@ -150,16 +140,13 @@ PROOF = Proof(
         }),
     ),
     errors=(
-        *(
-            ErrorSample(name, "page_size", lambda value=value: _small(page_size=value))  # type: ignore[misc]
-            for name, value in PAGE_ERRORS
-        ),
-        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=_host.ones(4, dtype=torch.int64))),
-        ErrorSample("free-pages-float", "free_pages", lambda: _small(free_pages=_host.zeros(4))),
-        ErrorSample("last-a-list", "last_loc", lambda: _small(last_loc=[1, 2, 3])),
+        *(_bad(name, page_size=value) for name, value in PAGE_ERRORS.items()),
+        _bad("out-float", out=lambda: _host.zeros(9)),
+        _bad("out-strided", out=lambda: _host.zeros(18, dtype=torch.int64)[::2]),
+        _bad("out-expanded", out=lambda: _host.zeros(1, dtype=torch.int64).expand(9)),
+        _bad("lengths-disagree", seq_lens=lambda: _host.ones(4, dtype=torch.int64)),
+        _bad("free-pages-float", free_pages=lambda: _host.zeros(4)),
+        _bad("last-a-list", last_loc=[1, 2, 3]),
     ),
     ragged={
         "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "page_size": (1, 70), "slack": (-50, 50),

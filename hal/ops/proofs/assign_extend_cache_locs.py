@@ -10,9 +10,18 @@ import torch
 from hal import _host
 from hal.ops._spans import columns
 from hal.ops.proofs.fresh import MANY, TOKENS, Wide, table_fresh
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.inputs import (
+    INDEX_DTYPES,
+    generator,
+    odd_indices,
+    of_dtypes,
+    randint,
+    refused,
+    row_view,
+    spans,
+)
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -47,11 +56,7 @@ def make(
     """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few."""
     g = generator(seed)
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
-    length = randint(g, 0, min(longest, width) + 1, (bs,))
-    if skew and bs:
-        length.zero_()
-        length[bs // 2] = min(longest, width)
-    start = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    start, length = spans(g, bs, width, longest, skew)
     end = start + length
     dtype = INDEX_DTYPES[offsets]
     ends = end.clone()
@@ -77,8 +82,7 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, requests=4, width=8, longest=4), **change}
+_bad = refused(make, bs=3, requests=4, width=8, longest=4)
 
 
 FRESH = table_fresh(
@@ -92,10 +96,7 @@ PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{p}-{o}", {"index": i, "offsets": p, "out": o})
-            for i, p, o in (("i32", "i32", "i32"), ("i64", "i64", "i64"), ("i32", "i64", "i32"), ("i64", "i32", "i64"))
-        ),
+        *of_dtypes("index offsets out", "i32 i32 i32", "i64 i64 i64", "i32 i64 i32", "i64 i32 i64"),
         Sample("one", {"bs": 1, "longest": 9}),
         Sample("no-requests", {"bs": 0}),
         Sample("no-room", {"slack": -10_000}, control="one"),
@@ -116,13 +117,13 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8).long())),
-        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int64))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=_host.ones(4, dtype=torch.int64))),
-        ErrorSample("starts-bool", "start_offsets", lambda: _small(start_offsets=_host.ones(3, dtype=torch.bool))),
+        _bad("table-of-int64", req_to_token=lambda: _host.zeros(4, 8).long()),
+        _bad("out-float", out=lambda: _host.zeros(9)),
+        _bad("out-strided", out=lambda: _host.zeros(18, dtype=torch.int64)[::2]),
+        _bad("out-of-rank-2", out=lambda: _host.zeros(3, 3, dtype=torch.int64)),
+        _bad("out-expanded", out=lambda: _host.zeros(1, dtype=torch.int64).expand(9)),
+        _bad("lengths-disagree", end_offsets=lambda: _host.ones(4, dtype=torch.int64)),
+        _bad("starts-bool", start_offsets=lambda: _host.ones(3, dtype=torch.bool)),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),

@@ -11,9 +11,9 @@ import torch
 from hal import _host
 from hal.ops._spans import columns, extent
 from hal.ops.proofs.assign_extend_cache_locs import FRESH
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, refused, row_view, spans
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -62,33 +62,23 @@ def make(
     """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start."""
     g = generator(seed)
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
-    length = randint(g, 0, min(longest, width) + 1, (bs,))
-    if skew and bs:
-        length.zero_()
-        length[bs // 2] = min(longest, width)
-    begin = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    begin, length = spans(g, bs, width, longest, skew)
     kv_lens = odd_indices(length, width + 1, values, INDEX_DTYPES[lens])
     total = sum(min(extent(0, n)[1], width + 1) for n in kv_lens.tolist())
     room = (max(0, total + slack),)
-    kv_start = None
-    if start is not None:
-        kv_start = odd_indices(begin, width, values, INDEX_DTYPES[start]).roll(
-            1 if values in ("edge", "extreme") else 0
-        )
     return {
         "req_to_token": row_view(table, view),
         "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
-        ).roll(2 if values in ("edge", "extreme") else 0),
+            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=2
+        ),
         "kv_lens": kv_lens,
         "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
-        "kv_start": kv_start,
+        "kv_start": None if start is None else odd_indices(begin, width, values, INDEX_DTYPES[start], by=1),
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, requests=4, width=8), **change}
+_bad = refused(make, bs=3, requests=4, width=8)
 
 
 PROOF = Proof(
@@ -124,17 +114,13 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
-        ),
-        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
-        ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3, dtype=torch.int32))),
-        ErrorSample(
-            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(1, dtype=torch.int32).expand(4)),
-        ),
-        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int32))),
-        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(90, dtype=torch.int64)[::2])),
-        ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=_host.zeros(4, dtype=torch.int64))),
+        _bad("table-of-int64", req_to_token=lambda: _host.zeros(4, 8, dtype=torch.int64)),
+        _bad("lens-float", kv_lens=lambda: _host.zeros(3)),
+        _bad("indptr-of-bs", kv_indptr=lambda: _host.zeros(3, dtype=torch.int32)),
+        _bad("indptr-expanded", kv_indptr=lambda: _host.zeros(1, dtype=torch.int32).expand(4)),
+        _bad("out-of-rank-2", out=lambda: _host.zeros(3, 3, dtype=torch.int32)),
+        _bad("out-strided", out=lambda: _host.zeros(90, dtype=torch.int64)[::2]),
+        _bad("starts-too-many", kv_start=lambda: _host.zeros(4, dtype=torch.int64)),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),

@@ -10,12 +10,12 @@ import torch
 from hal import _host
 from hal.ops._spans import extent
 from hal.ops.alloc_extend import largest_page
-from hal.ops.proofs.alloc_extend import slot_in
+from hal.ops.proofs.alloc_extend import PAGE_ERRORS, slot_in
 from hal.ops.proofs.build_kv_indices import listing
 from hal.ops.proofs.fresh import COLUMNS, MANY, REQUESTS, TOKENS, Fresh, Wide
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, refused, row_view, spans
 from hal.ops.proofs.judge import Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -59,32 +59,23 @@ def make(
     if holes:
         for i, block in enumerate((-1, last, last + 1, torch.iinfo(INDEX_DTYPES[table]).min)):
             ids.view(-1)[i::7] = block
-    length = randint(g, 0, min(longest, width) + 1, (bs,))
-    if skew and bs:
-        length.zero_()
-        length[bs // 2] = min(longest, width)
-    begin = (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64)
+    begin, length = spans(g, bs, width, longest, skew)
     kv_lens = odd_indices(length, width + 1, values, INDEX_DTYPES[lens])
     listed = [min(extent(0, n)[1], width + 1) for n in kv_lens.tolist()]
     total = sum(n if keep_last < 0 else min(n, keep_last) for n in listed)
-    kv_start = None
-    if start is not None:
-        kv_start = odd_indices(begin, width, values, INDEX_DTYPES[start])
-        # One place on: an odd start must meet a valid length.
-        kv_start = kv_start.roll(1 if values in ("edge", "extreme") else 0)
     return {
         "block_table": row_view(ids.to(INDEX_DTYPES[table]), view),
         "kv_lens": kv_lens,
         "page_size": page_size,
         "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
         "out": randint(g, 0, 2**31 - 1, (max(0, total + slack),)).to(INDEX_DTYPES[out]),
-        "kv_start": kv_start,
+        # One place on: an odd start must meet a valid length.
+        "kv_start": None if start is None else odd_indices(begin, width, values, INDEX_DTYPES[start], by=1),
         "keep_last": keep_last,
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, blocks=2, page_size=4), **change}
+_bad = refused(make, bs=3, blocks=2, page_size=4)
 
 
 _LONG = {"bs": (8, 12), "blocks": (2400, 2600), "page_size": (30, 40)}
@@ -127,10 +118,7 @@ PROOF = Proof(
         Sample("edge", {"bs": 40, "values": "edge", "slack": 100, "start": "i64", "page_size": 5, "blocks": 15}),
         Sample("edge-no-start", {"bs": 40, "values": "edge", "slack": 100}),
         Sample("edge-keep", {"bs": 40, "values": "edge", "slack": 100, "start": "i64", "keep_last": 7}),
-        Sample(
-            "extreme",
-            {"bs": 41, "values": "extreme", "slack": 300, "start": "i64", "holes": True, "table": "i64"},
-        ),
+        Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "start": "i64", "holes": True, "table": "i64"}),
         Sample(
             "extreme-i32",
             {"bs": 41, "values": "extreme", "lens": "i32", "start": "i32", "slack": 99, "page_size": 3, "blocks": 30},
@@ -140,29 +128,20 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-float", "block_table", lambda: _small(block_table=_host.zeros(3, 2))),
-        ErrorSample(
-            "table-transposed", "block_table", lambda: _small(block_table=_host.zeros(2, 3, dtype=torch.int32).T),
-        ),
-        ErrorSample(
-            "table-of-rank-1", "block_table", lambda: _small(block_table=_host.zeros(3, dtype=torch.int32)),
-        ),
-        ErrorSample("rows-disagree", "kv_lens", lambda: _small(kv_lens=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
-        ErrorSample("page-zero", "page_size", lambda: _small(page_size=0)),
-        ErrorSample("page-huge", "page_size", lambda: _small(page_size=2**30 + 1)),
-        ErrorSample("page-float", "page_size", lambda: _small(page_size=16.0)),
-        ErrorSample("page-true", "page_size", lambda: _small(page_size=True)),
-        ErrorSample("indptr-of-bs", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3, dtype=torch.int32))),
-        ErrorSample(
-            "indptr-expanded", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(1, dtype=torch.int32).expand(4)),
-        ),
-        ErrorSample("out-of-rank-2", "out", lambda: _small(out=_host.zeros(3, 3, dtype=torch.int32))),
-        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(90, dtype=torch.int64)[::2])),
-        ErrorSample("starts-too-many", "kv_start", lambda: _small(kv_start=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("keep-minus-2", "keep_last", lambda: _small(keep_last=-2)),
-        ErrorSample("keep-float", "keep_last", lambda: _small(keep_last=3.0)),
-        ErrorSample("keep-none", "keep_last", lambda: _small(keep_last=None)),
+        _bad("table-float", block_table=lambda: _host.zeros(3, 2)),
+        _bad("table-transposed", block_table=lambda: _host.zeros(2, 3, dtype=torch.int32).T),
+        _bad("table-of-rank-1", block_table=lambda: _host.zeros(3, dtype=torch.int32)),
+        _bad("rows-disagree", kv_lens=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("lens-float", kv_lens=lambda: _host.zeros(3)),
+        *(_bad(name, page_size=value) for name, value in PAGE_ERRORS.items()),
+        _bad("indptr-of-bs", kv_indptr=lambda: _host.zeros(3, dtype=torch.int32)),
+        _bad("indptr-expanded", kv_indptr=lambda: _host.zeros(1, dtype=torch.int32).expand(4)),
+        _bad("out-of-rank-2", out=lambda: _host.zeros(3, 3, dtype=torch.int32)),
+        _bad("out-strided", out=lambda: _host.zeros(90, dtype=torch.int64)[::2]),
+        _bad("starts-too-many", kv_start=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("keep-minus-2", keep_last=-2),
+        _bad("keep-float", keep_last=3.0),
+        _bad("keep-none", keep_last=None),
     ),
     ragged={
         "bs": (0, 300), "blocks": (0, 20), "page_size": (1, 40), "longest": (0, 200), "slack": (-50, 50),

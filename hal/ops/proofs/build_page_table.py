@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from hal import _host
+from hal.ops.proofs.alloc_extend import PAGE_ERRORS
 from hal.ops.proofs.fresh import COLUMNS, MANY, PAIRS, Wide, table_fresh
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused, row_view
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -53,26 +54,22 @@ def make(
     return {
         "req_to_token": row_view(table, view),
         "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
-        ).roll(1 if values in ("edge", "extreme") else 0),
+            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=1
+        ),
         "kv_lens": odd_indices(randint(g, 0, width + 1, (bs,)), width + 1, values, INDEX_DTYPES[lens]),
         "page_size": page_size,
         "out": row_view(fill, out_view),
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, requests=4, width=8, page_size=2), **change}
+_bad = refused(make, bs=3, requests=4, width=8, page_size=2)
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{n}-{o}", {"index": i, "lens": n, "out": o})
-            for i, n, o in (("i32", "i32", "i32"), ("i64", "i64", "i64"), ("i32", "i64", "i64"), ("i64", "i32", "i32"))
-        ),
+        *of_dtypes("index lens out", "i32 i32 i32", "i64 i64 i64", "i32 i64 i64", "i64 i32 i32"),
         *(Sample(f"page-{p}", {"page_size": p, "pages": 70 // p + 2, "bs": 20}) for p in (1, 3, 7, 64)),
         Sample("one", {"bs": 1}),
         Sample("empty", {"bs": 0}, control="one"),
@@ -93,17 +90,12 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
-        ),
-        ErrorSample("page-zero", "page_size", lambda: _small(page_size=0)),
-        ErrorSample("page-huge", "page_size", lambda: _small(page_size=2**30 + 1)),
-        ErrorSample("page-float", "page_size", lambda: _small(page_size=16.0)),
-        ErrorSample("page-true", "page_size", lambda: _small(page_size=True)),
-        ErrorSample("out-of-rank-1", "out", lambda: _small(out=_host.zeros(3, dtype=torch.int32))),
-        ErrorSample("out-rows-disagree", "out", lambda: _small(out=_host.zeros(4, 3, dtype=torch.int32))),
-        ErrorSample("out-transposed", "out", lambda: _small(out=_host.zeros(4, 3, dtype=torch.int32).T)),
-        ErrorSample("lens-float", "kv_lens", lambda: _small(kv_lens=_host.zeros(3))),
+        _bad("table-of-int64", req_to_token=lambda: _host.zeros(4, 8, dtype=torch.int64)),
+        *(_bad(name, page_size=value) for name, value in PAGE_ERRORS.items()),
+        _bad("out-of-rank-1", out=lambda: _host.zeros(3, dtype=torch.int32)),
+        _bad("out-rows-disagree", out=lambda: _host.zeros(4, 3, dtype=torch.int32)),
+        _bad("out-transposed", out=lambda: _host.zeros(4, 3, dtype=torch.int32).T),
+        _bad("lens-float", kv_lens=lambda: _host.zeros(3)),
     ),
     ragged={
         "bs": (0, 90), "requests": (1, 40), "width": (1, 200), "page_size": (1, 70), "pages": (0, 90),

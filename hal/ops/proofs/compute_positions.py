@@ -12,9 +12,9 @@ from torch import Tensor
 from hal import _host
 from hal.ops._spans import extent
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -85,18 +85,14 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3), **change}
+_bad = refused(make, bs=3)
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{o}-{p}", {"lens": i, "out": o, "indptr": p})
-            for i, o, p in (("i32", "i32", "i32"), ("i64", "i64", "i64"), ("i32", "i64", "i32"), ("i64", "i32", None))
-        ),
+        *of_dtypes("lens out indptr", "i32 i32 i32", "i64 i64 i64", "i32 i64 i32", "i64 i32 None"),
         Sample("one", {"bs": 1}),
         Sample("no-requests", {"bs": 0}),
         Sample("no-room", {"slack": -10_000}),
@@ -113,12 +109,12 @@ PROOF = Proof(
         Sample("extreme-i32", {"bs": 41, "values": "extreme", "lens": "i32", "slack": 300}),
     ),
     errors=(
-        ErrorSample("out-float", "out", lambda: _small(out=_host.zeros(9))),
-        ErrorSample("out-expanded", "out", lambda: _small(out=_host.zeros(1, dtype=torch.int64).expand(9))),
-        ErrorSample("out-strided", "out", lambda: _small(out=_host.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("lengths-disagree", "seq_lens", lambda: _small(seq_lens=_host.ones(4, dtype=torch.int64))),
-        ErrorSample("indptr-too-short", "indptr", lambda: _small(indptr=_host.zeros(3, dtype=torch.int32))),
-        ErrorSample("indptr-float", "indptr", lambda: _small(indptr=_host.zeros(4))),
+        _bad("out-float", out=lambda: _host.zeros(9)),
+        _bad("out-expanded", out=lambda: _host.zeros(1, dtype=torch.int64).expand(9)),
+        _bad("out-strided", out=lambda: _host.zeros(18, dtype=torch.int64)[::2]),
+        _bad("lengths-disagree", seq_lens=lambda: _host.ones(4, dtype=torch.int64)),
+        _bad("indptr-too-short", indptr=lambda: _host.zeros(3, dtype=torch.int32)),
+        _bad("indptr-float", indptr=lambda: _host.zeros(4)),
     ),
     ragged={
         "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "slack": (-50, 50), "lens": ("i32", "i64"),

@@ -12,9 +12,9 @@ from hal import _host
 from hal.ops.decode_attention import SPEC
 from hal.ops.proofs import _attention
 from hal.ops.proofs.fresh import TOKENS, Wide, room_for
-from hal.ops.proofs.inputs import generator
+from hal.ops.proofs.inputs import generator, refused
 from hal.ops.proofs.judge import Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -34,8 +34,7 @@ def make(
     return {name: made[name] for name in SPEC.args}
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=2, longest=6, slots=32, out="none", lse=False), **change}
+_bad = refused(make, bs=2, longest=6, slots=32, out="none", lse=False)
 
 
 _MLA = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 3}
@@ -78,43 +77,31 @@ PROOF = Proof(
         Sample("mla-128-heads", {**_MLA, "q_heads": 128, "bs": 2}, "feature:mla"),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(2, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-rank-2", "q", lambda: _small(q=_host.zeros(2, 256, dtype=torch.bfloat16))),
-        ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(2, 4, 128, dtype=torch.bfloat16)[..., ::2]),
-        ),
-        ErrorSample("heads-no-multiple", "q", lambda: _small(q=_host.zeros(2, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
-        ErrorSample(
-            "k-cache-other-head-dim", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 32, dtype=torch.bfloat16)),
-        ),
-        ErrorSample(
-            "v-cache-other-dtype", "v_cache", lambda: _small(v_cache=_host.zeros(32, 2, 64).to(torch.float8_e5m2)),
-        ),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample(
-            "v-cache-other-heads", "v_cache", lambda: _small(v_cache=_host.zeros(32, 1, 64, dtype=torch.bfloat16)),
-        ),
-        ErrorSample("v-cache-none", "v_cache", lambda: _small(v_cache=None)),
-        ErrorSample(
-            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
-        ),
-        ErrorSample("indptr-too-short", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(2, dtype=torch.int32))),
-        ErrorSample("indptr-float", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(3))),
-        ErrorSample("indices-strided", "kv_indices", lambda: _small(kv_indices=_host.zeros(8, dtype=torch.int32)[::2])),
-        ErrorSample("out-other-dtype", "out", lambda: _small(out=_host.zeros(2, 4, 64))),
-        ErrorSample("out-other-shape", "out", lambda: _small(out=_host.zeros(2, 4, 32, dtype=torch.bfloat16))),
-        ErrorSample(
-            "out-expanded", "out", lambda: _small(out=_host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(2, 4, 64)),
-        ),
-        ErrorSample("lse-bf16", "lse", lambda: _small(lse=_host.zeros(2, 4, dtype=torch.bfloat16))),
-        ErrorSample("scale-none", "scale", lambda: _small(scale=None)),
-        ErrorSample("scale-nan", "scale", lambda: _small(scale=float("nan"))),
-        ErrorSample("window-minus-2", "sliding_window", lambda: _small(sliding_window=-2)),
-        ErrorSample("window-float", "sliding_window", lambda: _small(sliding_window=3.0)),
-        ErrorSample("cap-negative", "logit_cap", lambda: _small(logit_cap=-1.0)),
-        ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
+        _bad("q-fp64", q=lambda: _host.zeros(2, 4, 64, dtype=torch.float64)),
+        _bad("q-rank-2", q=lambda: _host.zeros(2, 256, dtype=torch.bfloat16)),
+        _bad("q-last-dim-strided", q=lambda: _host.zeros(2, 4, 128, dtype=torch.bfloat16)[..., ::2]),
+        _bad("heads-no-multiple", q=lambda: _host.zeros(2, 3, 64, dtype=torch.bfloat16)),
+        _bad("k-cache-other-dtype", k_cache=lambda: _host.zeros(32, 2, 64)),
+        _bad("k-cache-other-head-dim", k_cache=lambda: _host.zeros(32, 2, 32, dtype=torch.bfloat16)),
+        _bad("v-cache-other-dtype", v_cache=lambda: _host.zeros(32, 2, 64).to(torch.float8_e5m2)),
+        _bad("v-cache-smaller", v_cache=lambda: _host.zeros(31, 2, 64, dtype=torch.bfloat16)),
+        _bad("v-cache-other-heads", v_cache=lambda: _host.zeros(32, 1, 64, dtype=torch.bfloat16)),
+        _bad("v-cache-none", v_cache=None),
+        _bad("v-cache-other-rank", v_cache=lambda: _host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
+        _bad("indptr-too-short", kv_indptr=lambda: _host.zeros(2, dtype=torch.int32)),
+        _bad("indptr-float", kv_indptr=lambda: _host.zeros(3)),
+        _bad("indices-strided", kv_indices=lambda: _host.zeros(8, dtype=torch.int32)[::2]),
+        _bad("out-other-dtype", out=lambda: _host.zeros(2, 4, 64)),
+        _bad("out-other-shape", out=lambda: _host.zeros(2, 4, 32, dtype=torch.bfloat16)),
+        _bad("out-expanded", out=lambda: _host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(2, 4, 64)),
+        _bad("lse-bf16", lse=lambda: _host.zeros(2, 4, dtype=torch.bfloat16)),
+        _bad("scale-none", scale=None),
+        _bad("scale-nan", scale=float("nan")),
+        _bad("window-minus-2", sliding_window=-2),
+        _bad("window-float", sliding_window=3.0),
+        _bad("cap-negative", logit_cap=-1.0),
+        _bad("scale-without-fp8", k_scale=0.5),
+        _bad("v-scale-without-fp8", v_scale=lambda: _host.ones(1)),
     ),
     ragged={
         "bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty"),

@@ -12,9 +12,9 @@ from hal import _host
 from hal.ops.extend_attention import SPEC
 from hal.ops.proofs import _attention
 from hal.ops.proofs.fresh import TOKENS, Wide, room_for
-from hal.ops.proofs.inputs import generator
+from hal.ops.proofs.inputs import generator, refused
 from hal.ops.proofs.judge import Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -60,8 +60,7 @@ def make(
     return {name: made[name] for name in SPEC.args}
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=2, longest=3, prefix=2, lengths="full", slots=32, out="none", lse=False), **change}
+_bad = refused(make, bs=2, longest=3, prefix=2, lengths="full", slots=32, out="none", lse=False)
 
 
 _MLA = {"q_heads": 4, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 2}
@@ -102,31 +101,25 @@ PROOF = Proof(
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 2, "prefix": 1, "bs": 2}, large=True),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(6, 4, 64, dtype=torch.float64))),
-        ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(6, 4, 128, dtype=torch.bfloat16)[..., ::2]),
-        ),
-        ErrorSample("heads-no-multiple", "q", lambda: _small(q=_host.zeros(6, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
-        ErrorSample(
-            "v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
-        ),
-        ErrorSample("v-cache-none", "v_cache", lambda: _small(v_cache=None)),
-        ErrorSample(
-            "indptr-empty", "qo_indptr", lambda: _small(qo_indptr=_host.zeros(0).int(), kv_indptr=_host.zeros(0).int()),
-        ),
-        ErrorSample("indptrs-disagree", "kv_indptr", lambda: _small(kv_indptr=_host.zeros(4, dtype=torch.int32))),
-        ErrorSample("indptr-float", "qo_indptr", lambda: _small(qo_indptr=_host.zeros(3))),
-        ErrorSample("indices-rank-2", "kv_indices", lambda: _small(kv_indices=_host.zeros(2, 4, dtype=torch.int32))),
-        ErrorSample("out-other-dtype", "out", lambda: _small(out=_host.zeros(6, 4, 64))),
-        ErrorSample("out-fewer-rows", "out", lambda: _small(out=_host.zeros(5, 4, 64, dtype=torch.bfloat16))),
-        ErrorSample("lse-other-heads", "lse", lambda: _small(lse=_host.zeros(6, 2))),
-        ErrorSample("causal-text", "causal", lambda: _small(causal="yes")),
-        ErrorSample("scale-text", "scale", lambda: _small(scale="1")),
-        ErrorSample("window-minus-2", "sliding_window", lambda: _small(sliding_window=-2)),
-        ErrorSample("cap-inf", "logit_cap", lambda: _small(logit_cap=float("inf"))),
-        ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
+        _bad("q-fp64", q=lambda: _host.zeros(6, 4, 64, dtype=torch.float64)),
+        _bad("q-last-dim-strided", q=lambda: _host.zeros(6, 4, 128, dtype=torch.bfloat16)[..., ::2]),
+        _bad("heads-no-multiple", q=lambda: _host.zeros(6, 3, 64, dtype=torch.bfloat16)),
+        _bad("k-cache-other-dtype", k_cache=lambda: _host.zeros(32, 2, 64)),
+        _bad("v-cache-other-rank", v_cache=lambda: _host.zeros(2, 16, 2, 64, dtype=torch.bfloat16)),
+        _bad("v-cache-none", v_cache=None),
+        _bad("indptr-empty", qo_indptr=lambda: _host.zeros(0).int(), kv_indptr=lambda: _host.zeros(0).int()),
+        _bad("indptrs-disagree", kv_indptr=lambda: _host.zeros(4, dtype=torch.int32)),
+        _bad("indptr-float", qo_indptr=lambda: _host.zeros(3)),
+        _bad("indices-rank-2", kv_indices=lambda: _host.zeros(2, 4, dtype=torch.int32)),
+        _bad("out-other-dtype", out=lambda: _host.zeros(6, 4, 64)),
+        _bad("out-fewer-rows", out=lambda: _host.zeros(5, 4, 64, dtype=torch.bfloat16)),
+        _bad("lse-other-heads", lse=lambda: _host.zeros(6, 2)),
+        _bad("causal-text", causal="yes"),
+        _bad("scale-text", scale="1"),
+        _bad("window-minus-2", sliding_window=-2),
+        _bad("cap-inf", logit_cap=float("inf")),
+        _bad("scale-without-fp8", k_scale=0.5),
+        _bad("v-scale-without-fp8", v_scale=lambda: _host.ones(1)),
     ),
     ragged={
         "bs": (0, 7), "longest": (0, 20), "prefix": (-3, 30), "spare": (0, 3), "causal": (True, False),

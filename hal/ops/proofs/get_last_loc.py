@@ -10,9 +10,9 @@ import torch
 
 from hal import _host
 from hal.ops.proofs.fresh import table_fresh
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, row_view
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, refused, row_view
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -53,8 +53,7 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, requests=4, width=8), **change}
+_bad = refused(make, bs=3, requests=4, width=8)
 
 
 PROOF = Proof(
@@ -77,16 +76,14 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample("table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8).long())),
-        ErrorSample("table-of-rank-1", "req_to_token", lambda: _small(req_to_token=_host.zeros(8, dtype=torch.int32))),
-        ErrorSample(
-            "table-transposed", "req_to_token", lambda: _small(req_to_token=_host.zeros(8, 4, dtype=torch.int32).T)
-        ),
-        ErrorSample("float-requests", "req_pool_indices", lambda: _small(req_pool_indices=_host.zeros(3))),
-        ErrorSample("lengths-disagree", "prefix_lens", lambda: _small(prefix_lens=_host.ones(4, dtype=torch.int64))),
-        ErrorSample("lens-strided", "prefix_lens", lambda: _small(prefix_lens=_host.ones(6, dtype=torch.int64)[::2])),
-        ErrorSample("lens-a-list", "prefix_lens", lambda: _small(prefix_lens=[1, 2, 3])),
-        ErrorSample("lens-none", "prefix_lens", lambda: _small(prefix_lens=None)),
+        _bad("table-of-int64", req_to_token=lambda: _host.zeros(4, 8).long()),
+        _bad("table-of-rank-1", req_to_token=lambda: _host.zeros(8, dtype=torch.int32)),
+        _bad("table-transposed", req_to_token=lambda: _host.zeros(8, 4, dtype=torch.int32).T),
+        _bad("float-requests", req_pool_indices=lambda: _host.zeros(3)),
+        _bad("lengths-disagree", prefix_lens=lambda: _host.ones(4, dtype=torch.int64)),
+        _bad("lens-strided", prefix_lens=lambda: _host.ones(6, dtype=torch.int64)[::2]),
+        _bad("lens-a-list", prefix_lens=[1, 2, 3]),
+        _bad("lens-none", prefix_lens=None),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 80), "index": ("i32", "i64"), "lens": ("i32", "i64"),

@@ -10,7 +10,7 @@ import torch
 from hal import _host
 from hal.ops.kv_transfer import SPEC as TRANSFER
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint, refused
 from hal.ops.proofs.judge import Want
 from hal.ops.proofs.kv_transfer import make_pool
 from hal.ops.spec import ErrorSample, Proof, Sample
@@ -71,16 +71,13 @@ def make(
         "pool": pool,
         "src_slots": odd_indices(source, slots, "valid" if values == "equal" else values, index),
         # One place on: an odd slot must meet a valid one, or either alone decides.
-        "dst_slots": odd_indices(target, slots, "valid" if values == "skip" else values, index).roll(
-            1 if values in ("edge", "extreme") else 0
-        ),
+        "dst_slots": odd_indices(target, slots, "valid" if values == "skip" else values, index, by=1),
         "workspace": _host.randint(0, 256, (size,), dtype=torch.uint8, generator=g),
         "layers": None if layers is None else range(*layers),
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3), **change}
+_bad = refused(make, n=3)
 
 
 _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -136,18 +133,19 @@ PROOF = Proof(
         Sample("far-slots", {"view": "far", "slots": 8, "num_layers": 2, "n": 8, "layout": "page_first"}, large=True),
     ),
     errors=(
-        ErrorSample("pool-a-tensor", "pool", lambda: _small(pool=_host.zeros(3, 32, 2, 16))),
-        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=_host.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=_host.zeros(3))),
-        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=_host.zeros(3, 1, dtype=torch.int64))),
-        ErrorSample("no-workspace", "workspace", lambda: _small(workspace=None)),
-        ErrorSample("workspace-of-floats", "workspace", lambda: _small(workspace=_host.zeros(4096))),
+        _bad("pool-a-tensor", pool=lambda: _host.zeros(3, 32, 2, 16)),
+        _bad("fewer-dst-slots", dst_slots=lambda: _host.zeros(2, dtype=torch.int64)),
+        _bad("slots-float", src_slots=lambda: _host.zeros(3)),
+        _bad("slots-of-rank-2", dst_slots=lambda: _host.zeros(3, 1, dtype=torch.int64)),
+        _bad("no-workspace", workspace=None),
+        _bad("workspace-of-floats", workspace=lambda: _host.zeros(4096)),
         ErrorSample("workspace-too-small", "workspace", lambda: make(n=3, spare=-1)),
-        ErrorSample("workspace-without-room-for-v", "workspace", lambda: _small(
-            pool=make(n=3, v_head_dim=32)["pool"])),
-        ErrorSample("layers-a-list", "layers", lambda: _small(layers=[0, 1])),
-        ErrorSample("layers-outside", "layers", lambda: _small(layers=range(2, 4))),
-        ErrorSample("layers-step", "layers", lambda: _small(layers=range(0, 3, 2))),
+        ErrorSample(
+            "workspace-without-room-for-v", "workspace", lambda: {**make(n=3), "pool": make(n=3, v_head_dim=32)["pool"]}
+        ),
+        _bad("layers-a-list", layers=[0, 1]),
+        _bad("layers-outside", layers=range(2, 4)),
+        _bad("layers-step", layers=range(0, 3, 2)),
     ),
     ragged={
         "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "layout": _LAYOUTS,

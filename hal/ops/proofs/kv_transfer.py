@@ -13,9 +13,9 @@ from hal.kv.pool import KVPool
 from hal.ops._torch import BITS
 from hal.ops.kv_transfer import stacked
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint
+from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def _at(half: Tensor, pool: KVPool, layer: int, slot: int) -> Tensor:
@@ -104,15 +104,22 @@ def make(
         "dst": b,
         "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
         "dst_slots": _slots(
-            g, n, dst_slots, dst_page, order, "valid" if values == "skip" else values, INDEX_DTYPES[slot]
-        ).roll(1 if values in ("edge", "extreme") else 0),
+            g,
+            n,
+            dst_slots,
+            dst_page,
+            order,
+            "valid" if values == "skip" else values,
+            INDEX_DTYPES[slot],
+            by=1,
+        ),
         "layers": None if layers is None else range(*layers),
         "method": method,
     }
 
 
 def _slots(
-    g: torch.Generator, n: int, size: int, page: int, order: str, values: str, dtype: torch.dtype
+    g: torch.Generator, n: int, size: int, page: int, order: str, values: str, dtype: torch.dtype, by: int = 0
 ) -> Tensor:
     if order == "runs":
         base = _host.arange(size)
@@ -121,7 +128,7 @@ def _slots(
     else:
         base = _host.randperm(size, generator=g)
     index = base[:n] if n <= base.numel() else randint(g, 0, size, (n,))
-    return odd_indices(index, size, "valid" if values == "equal" and dtype is None else values, dtype)
+    return odd_indices(index, size, values, dtype, by)
 
 
 def make_pool(
@@ -169,8 +176,7 @@ def make_pool(
     return KVPool(half(row), None if v_row is None else half(v_row), layout=name, page_size=page)
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3), **change}
+_bad = refused(make, n=3)
 
 
 def _other(**change: Any) -> KVPool:
@@ -238,20 +244,20 @@ PROOF = Proof(
         Sample("far-slots", {"view": "far", "dst_slots": 8, "num_layers": 2, "n": 8}, large=True),
     ),
     errors=(
-        ErrorSample("src-a-tensor", "src", lambda: _small(src=_host.zeros(3, 32, 2, 16))),
-        ErrorSample("dst-none", "dst", lambda: _small(dst=None)),
-        ErrorSample("other-layers", "dst", lambda: _small(dst=_other(num_layers=2))),
-        ErrorSample("other-dtype", "dst", lambda: _small(dst=_other(dtype="fp32"))),
-        ErrorSample("other-row", "dst", lambda: _small(dst=_other(head_dim=32))),
-        ErrorSample("no-v", "dst", lambda: _small(dst=_other(mla=True))),
-        ErrorSample("fewer-dst-slots", "dst_slots", lambda: _small(dst_slots=_host.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-float", "src_slots", lambda: _small(src_slots=_host.zeros(3))),
-        ErrorSample("slots-of-rank-2", "dst_slots", lambda: _small(dst_slots=_host.zeros(3, 1, dtype=torch.int64))),
-        ErrorSample("layers-a-list", "layers", lambda: _small(layers=[0, 1])),
-        ErrorSample("layers-outside", "layers", lambda: _small(layers=range(2, 4))),
-        ErrorSample("layers-negative", "layers", lambda: _small(layers=range(-1, 2))),
-        ErrorSample("layers-step", "layers", lambda: _small(layers=range(0, 3, 2))),
-        ErrorSample("unknown-method", "method", lambda: _small(method="fast")),
+        _bad("src-a-tensor", src=lambda: _host.zeros(3, 32, 2, 16)),
+        _bad("dst-none", dst=None),
+        _bad("other-layers", dst=lambda: _other(num_layers=2)),
+        _bad("other-dtype", dst=lambda: _other(dtype="fp32")),
+        _bad("other-row", dst=lambda: _other(head_dim=32)),
+        _bad("no-v", dst=lambda: _other(mla=True)),
+        _bad("fewer-dst-slots", dst_slots=lambda: _host.zeros(2, dtype=torch.int64)),
+        _bad("slots-float", src_slots=lambda: _host.zeros(3)),
+        _bad("slots-of-rank-2", dst_slots=lambda: _host.zeros(3, 1, dtype=torch.int64)),
+        _bad("layers-a-list", layers=[0, 1]),
+        _bad("layers-outside", layers=range(2, 4)),
+        _bad("layers-negative", layers=range(-1, 2)),
+        _bad("layers-step", layers=range(0, 3, 2)),
+        _bad("unknown-method", method="fast"),
     ),
     ragged={
         "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": _LAYOUTS, "dst": _LAYOUTS,

@@ -11,11 +11,11 @@ import torch
 from hal import _host
 from hal.ops.kv_write import SPEC
 from hal.ops.proofs.fresh import TOKENS, Fresh, Wide, room_for
+from hal.ops.proofs.inputs import DTYPES, refused
 from hal.ops.proofs.judge import ROPE_SLACK, Want, largest
-from hal.ops.proofs.rope_kv_write import FRESH, want_of_rows
+from hal.ops.proofs.rope_kv_write import FP8_SAMPLES, FRESH, want_of_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.spec import (
-    ErrorSample,
     Proof,
     Sample,
 )
@@ -42,14 +42,10 @@ def make(seed: int = 0, n: int = 5, **params: Any) -> dict[str, Any]:
     return {name: a[name] for name in SPEC.args}
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3, slots=32), **change}
+_bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
 
 
 _BF16 = torch.bfloat16
-
-
-_DTYPES = ("fp16", "bf16", "fp32")
 
 
 _TAKEN = frozenset(
@@ -77,7 +73,7 @@ PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
+        *(Sample(f"{d}", {"dtype": d}) for d in DTYPES),
         Sample("i32", {"slot": "i32", "n": 9}),
         Sample("one", {"n": 1}),
         Sample("empty", {"n": 0}, control="one"),
@@ -90,8 +86,8 @@ PROOF = Proof(
         Sample("paged-pairs", {"cache": "paged", "cache_view": "pairs", "n": 20}),
         Sample("slots-padded", {"cache_view": "padded", "dtype": "fp16"}),
         Sample("paged-padded", {"cache": "paged", "cache_view": "padded", "n": 9}),
-        *(Sample(f"fused-qkv-{d}", {"qkv": "fused", "dtype": d, "n": 6}) for d in _DTYPES),
-        *(Sample(f"misaligned-{d}", {"qkv": "misaligned", "dtype": d, "n": 6}) for d in _DTYPES),
+        *(Sample(f"fused-qkv-{d}", {"qkv": "fused", "dtype": d, "n": 6}) for d in DTYPES),
+        *(Sample(f"misaligned-{d}", {"qkv": "misaligned", "dtype": d, "n": 6}) for d in DTYPES),
         Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
         Sample("three-heads", {"kv_heads": 3}),
         Sample("skip", {"n": 21, "values": "skip"}),
@@ -99,44 +95,34 @@ PROOF = Proof(
         Sample("extreme", {"n": 31, "values": "extreme", "cache": "paged"}),
         Sample("extreme-i32", {"n": 31, "values": "extreme", "slot": "i32"}),
         Sample("equal-slots", {"n": 6, "values": "equal"}),
-        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
+        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in DTYPES),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
         *(
             Sample(f"head-dim-{d}", {"head_dim": d, "n": 4, "cache": "paged"}, "feature:any_head_dim")
             for d in (40, 72, 192)
         ),
-        *(
-            Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
-            for c in ("e4m3", "e5m2")
-            for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
-        ),
-        *(
-            Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
-            for c in ("e4m3", "e5m2")
-        ),
+        *FP8_SAMPLES,
         Sample(
             "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
             "feature:fp8_e4m3",
         ),
     ),
     errors=(
-        ErrorSample("k-fp64", "k", lambda: _small(k=_host.zeros(3, 2, 64, dtype=torch.float64))),
-        ErrorSample("k-rank-2", "k", lambda: _small(k=_host.zeros(3, 128, dtype=_BF16))),
-        ErrorSample("k-last-dim-strided", "k", lambda: _small(k=_host.zeros(3, 2, 128, dtype=_BF16)[..., ::2])),
-        ErrorSample("v-none", "v", lambda: _small(v=None)),
-        ErrorSample("v-other-dtype", "v", lambda: _small(v=_host.zeros(3, 2, 64))),
-        ErrorSample("v-other-heads", "v", lambda: _small(v=_host.zeros(3, 3, 64, dtype=_BF16))),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
-        ErrorSample("k-cache-none", "k_cache", lambda: _small(k_cache=None)),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=_BF16))),
-        ErrorSample(
-            "v-cache-expanded", "v_cache", lambda: _small(v_cache=_host.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64)),
-        ),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-float", "slots", lambda: _small(slots=_host.zeros(3))),
-        ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("scale-of-two", "v_scale", lambda: {**make(cache_dtype="e4m3"), "v_scale": _host.ones(2)}),
-        ErrorSample("scale-zero", "k_scale", lambda: {**make(cache_dtype="e4m3"), "k_scale": 0.0}),
+        _bad("k-fp64", k=lambda: _host.zeros(3, 2, 64, dtype=torch.float64)),
+        _bad("k-rank-2", k=lambda: _host.zeros(3, 128, dtype=_BF16)),
+        _bad("k-last-dim-strided", k=lambda: _host.zeros(3, 2, 128, dtype=_BF16)[..., ::2]),
+        _bad("v-none", v=None),
+        _bad("v-other-dtype", v=lambda: _host.zeros(3, 2, 64)),
+        _bad("v-other-heads", v=lambda: _host.zeros(3, 3, 64, dtype=_BF16)),
+        _bad("k-cache-other-dtype", k_cache=lambda: _host.zeros(32, 2, 64)),
+        _bad("k-cache-none", k_cache=None),
+        _bad("v-cache-smaller", v_cache=lambda: _host.zeros(31, 2, 64, dtype=_BF16)),
+        _bad("v-cache-expanded", v_cache=lambda: _host.zeros(1, 2, 64, dtype=_BF16).expand(32, 2, 64)),
+        _bad("slots-too-many", slots=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("slots-float", slots=lambda: _host.zeros(3)),
+        _bad("scale-without-fp8", k_scale=0.5),
+        _bad_fp8("scale-of-two", v_scale=lambda: _host.ones(2)),
+        _bad_fp8("scale-zero", k_scale=0.0),
     ),
     ragged={
         **{name: r for name, r in ROPE.ragged.items() if name in _TAKEN and name != "cache"},

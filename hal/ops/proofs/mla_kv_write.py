@@ -12,11 +12,20 @@ from hal import _host
 from hal.ops.kv_write import SPEC as KV_WRITE
 from hal.ops.mla_kv_write import as_kv_write
 from hal.ops.proofs.fresh import MANY, PAGES, SLOTS, TOKENS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    floats,
+    generator,
+    odd_indices,
+    randint,
+    refused,
+    spaced,
+)
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.proofs.rope_kv_write import nested_strides
+from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.spec import (
-    ErrorSample,
     Proof,
     Sample,
 )
@@ -65,15 +74,7 @@ def make_cache(
     view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
     lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
     shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
-    fresh = _host.randn(shape, generator=g).clamp(-4, 4).to(dtype)
-    if view == "plain":
-        return fresh
-    strides = list(fresh.stride())
-    if view == "far":
-        strides[0] = FAR
-    else:
-        strides = nested_strides(fresh.shape, row + 8)
-    return _host.empty_strided(shape, tuple(strides), dtype=dtype).copy_(fresh)
+    return spaced(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
 
 
 def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:
@@ -115,30 +116,16 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3, slots=32), **change}
+_bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
 
 
 _BF16 = torch.bfloat16
 
 
-_DTYPES = ("fp16", "bf16", "fp32")
-
-
-_FORMS = ("slots", "paged", "heads", "paged-heads")
+FORMS = ("slots", "paged", "heads", "paged-heads")
 
 
 DEEPSEEK = {"lora_dim": 512, "rope_dim": 64}
-
-
-FP8_SAMPLES = tuple(
-    Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
-    for c in ("e4m3", "e5m2")
-    for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
-) + tuple(
-    Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
-    for c in ("e4m3", "e5m2")
-)  # fmt: skip
 
 
 _FEW = {"lora_dim": 64, "rope_dim": 32}
@@ -155,8 +142,8 @@ PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
-        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "n": 3, "cache": form}) for form in _FORMS),
+        *(Sample(f"{d}", {"dtype": d}) for d in DTYPES),
+        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "n": 3, "cache": form}) for form in FORMS),
         Sample("i32", {"slot": "i32", "n": 9}),
         Sample("one", {"n": 1}),
         Sample("empty", {"n": 0}, control="one"),
@@ -164,8 +151,8 @@ PROOF = Proof(
         Sample("no-slots", {"slots": 0, "values": "none"}, control="one"),
         Sample("past-one-block", {"n": 700, "slots": 1024, "lora_dim": 64}),
         *(Sample(f"paged-{p}", {"cache": "paged", "page_size": p, "n": 20}) for p in (1, 3, 16)),
-        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in _FORMS),
-        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in _DTYPES),
+        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in FORMS),
+        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in DTYPES),
         Sample("rows-with-a-head", {"rows": "heads", "cache": "heads"}),
         Sample("odd-dims", {"lora_dim": 96, "rope_dim": 32}),
         Sample("skip", {"n": 21, "values": "skip"}),
@@ -173,7 +160,7 @@ PROOF = Proof(
         Sample("extreme", {"n": 31, "values": "extreme", "cache": "paged"}),
         Sample("extreme-i32", {"n": 31, "values": "extreme", "slot": "i32"}),
         Sample("equal-slots", {"n": 6, "values": "equal"}),
-        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
+        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in DTYPES),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
         *FP8_SAMPLES,
         Sample(
@@ -182,28 +169,26 @@ PROOF = Proof(
         ),
     ),
     errors=(
-        ErrorSample("lora-fp64", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 128, dtype=torch.float64))),
-        ErrorSample("lora-two-heads", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 2, 128, dtype=_BF16))),
-        ErrorSample("lora-strided", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 256, dtype=_BF16)[:, ::2])),
-        ErrorSample("rope-none", "k_rope", lambda: _small(k_rope=None)),
-        ErrorSample("rope-other-dtype", "k_rope", lambda: _small(k_rope=_host.zeros(3, 64))),
-        ErrorSample("rope-fewer-tokens", "k_rope", lambda: _small(k_rope=_host.zeros(2, 64, dtype=_BF16))),
-        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 192))),
-        ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
-        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 128, dtype=_BF16))),
-        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=_host.zeros(2, 16, 2, 192, dtype=_BF16))),
-        ErrorSample(
-            "cache-expanded", "kv_cache", lambda: _small(kv_cache=_host.zeros(1, 192, dtype=_BF16).expand(32, 192))
-        ),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-float", "slots", lambda: _small(slots=_host.zeros(3))),
-        ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
-        ErrorSample("scale-of-two", "kv_scale", lambda: {**make(cache_dtype="e4m3"), "kv_scale": _host.ones(2)}),
-        ErrorSample("scale-zero", "kv_scale", lambda: {**make(cache_dtype="e4m3"), "kv_scale": 0.0}),
+        _bad("lora-fp64", kv_lora=lambda: _host.zeros(3, 128, dtype=torch.float64)),
+        _bad("lora-two-heads", kv_lora=lambda: _host.zeros(3, 2, 128, dtype=_BF16)),
+        _bad("lora-strided", kv_lora=lambda: _host.zeros(3, 256, dtype=_BF16)[:, ::2]),
+        _bad("rope-none", k_rope=None),
+        _bad("rope-other-dtype", k_rope=lambda: _host.zeros(3, 64)),
+        _bad("rope-fewer-tokens", k_rope=lambda: _host.zeros(2, 64, dtype=_BF16)),
+        _bad("cache-other-dtype", kv_cache=lambda: _host.zeros(32, 192)),
+        _bad("cache-none", kv_cache=None),
+        _bad("cache-other-row", kv_cache=lambda: _host.zeros(32, 128, dtype=_BF16)),
+        _bad("cache-two-heads", kv_cache=lambda: _host.zeros(2, 16, 2, 192, dtype=_BF16)),
+        _bad("cache-expanded", kv_cache=lambda: _host.zeros(1, 192, dtype=_BF16).expand(32, 192)),
+        _bad("slots-too-many", slots=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("slots-float", slots=lambda: _host.zeros(3)),
+        _bad("scale-without-fp8", kv_scale=0.5),
+        _bad_fp8("scale-of-two", kv_scale=lambda: _host.ones(2)),
+        _bad_fp8("scale-zero", kv_scale=0.0),
     ),
     ragged={
-        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": _DTYPES, "slot": ("i32", "i64"),
-        "cache": _FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
+        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": DTYPES, "slot": ("i32", "i64"),
+        "cache": FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
         "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(FRESH_ROWS, lambda p: (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"]), {"n": (9, 40)}),

@@ -11,11 +11,20 @@ import torch
 from hal import _host
 from hal.ops.mla_rope_kv_write import as_rope_kv_write
 from hal.ops.proofs.fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    floats,
+    generator,
+    odd_indices,
+    randint,
+    refused,
+)
 from hal.ops.proofs.judge import Want
 from hal.ops.proofs.mla_kv_write import (
     DEEPSEEK,
-    FP8_SAMPLES,
+    FORMS,
     FRESH_ROWS,
     joined,
     make_cache,
@@ -23,9 +32,9 @@ from hal.ops.proofs.mla_kv_write import (
     make_scale,
     make_slots,
 )
+from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.spec import (
-    ErrorSample,
     Proof,
     Sample,
 )
@@ -92,26 +101,19 @@ def make(
     }
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3, slots=32), **change}
+_bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
 
 
 _BF16 = torch.bfloat16
-
-
-_DTYPES = ("fp16", "bf16", "fp32")
-
-
-_FORMS = ("slots", "paged", "heads", "paged-heads")
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
+        *(Sample(f"{d}", {"dtype": d}) for d in DTYPES),
         *(Sample(f"{d}-cos-{d}", {"dtype": d, "cos_dtype": d, "n": 7}) for d in ("fp16", "bf16")),
-        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "q_heads": 16, "n": 3, "cache": form}) for form in _FORMS),
+        *(Sample(f"deepseek-{form}", {**DEEPSEEK, "q_heads": 16, "n": 3, "cache": form}) for form in FORMS),
         Sample("deepseek-v3", {**DEEPSEEK, "q_heads": 128, "n": 3, "rows": "fused"}),
         Sample("i32-i64", {"position": "i32"}),
         Sample("i64-i32", {"slot": "i32"}),
@@ -119,18 +121,15 @@ PROOF = Proof(
         Sample("empty", {"n": 0}, control="one"),
         Sample("past-one-block", {"n": 700, "slots": 1024, "q_heads": 2, "lora_dim": 64}),
         *(Sample(f"paged-{p}", {"cache": "paged", "page_size": p, "n": 20}) for p in (1, 3, 16)),
-        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in _FORMS),
-        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in _DTYPES),
+        *(Sample(f"{form}-padded", {"cache": form, "cache_view": "padded", "n": 9}) for form in FORMS),
+        *(Sample(f"{r}-{d}", {"rows": r, "dtype": d, "n": 6}) for r in ("fused", "misaligned") for d in DTYPES),
         Sample("rows-with-a-head", {"rows": "heads", "cache": "heads"}),
         Sample("partial-rotary", {"rotary_dim": 32}),
         *(Sample(f"keep-k-{d}", {"write_k": False, "dtype": d, "n": 9}) for d in ("bf16", "fp32")),
         Sample("skip", {"n": 21, "values": "skip"}),
         Sample("nothing-written", {"n": 9, "values": "none"}),
         Sample("edge", {"n": 25, "values": "edge", "position_values": "edge"}),
-        Sample(
-            "extreme",
-            {"n": 31, "values": "extreme", "position_values": "extreme", "cache": "paged"},
-        ),
+        Sample("extreme", {"n": 31, "values": "extreme", "position_values": "extreme", "cache": "paged"}),
         Sample(
             "extreme-i32",
             {"n": 31, "values": "extreme", "position_values": "extreme", "slot": "i32", "position": "i32"},
@@ -138,9 +137,9 @@ PROOF = Proof(
         Sample("equal-slots", {"n": 6, "values": "equal"}),
         Sample("no-slots", {"slots": 0, "values": "none"}),
         Sample("no-positions", {"max_positions": 0, "position_values": "edge"}, control="one"),
-        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
+        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in DTYPES),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
-        *(Sample(f"interleaved-{d}", {"interleaved": True, "dtype": d}, "feature:interleaved") for d in _DTYPES),
+        *(Sample(f"interleaved-{d}", {"interleaved": True, "dtype": d}, "feature:interleaved") for d in DTYPES),
         Sample(
             "interleaved-deepseek", {"interleaved": True, **DEEPSEEK, "rows": "fused", "cache": "paged", "n": 20},
             "feature:interleaved",
@@ -153,32 +152,30 @@ PROOF = Proof(
         ),
     ),
     errors=(
-        ErrorSample("q-fp64", "q_rope", lambda: _small(q_rope=_host.zeros(3, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-none", "q_rope", lambda: _small(q_rope=None)),
-        ErrorSample(
-            "q-expanded", "q_rope", lambda: _small(q_rope=_host.zeros(1, 4, 64, dtype=_BF16).expand(3, 4, 64)),
-        ),
-        ErrorSample("k-other-dtype", "k_rope", lambda: _small(k_rope=_host.zeros(3, 64))),
-        ErrorSample("k-other-dim", "k_rope", lambda: _small(k_rope=_host.zeros(3, 32, dtype=_BF16))),
-        ErrorSample("k-two-heads", "k_rope", lambda: _small(k_rope=_host.zeros(3, 2, 64, dtype=_BF16))),
-        ErrorSample("lora-other-dtype", "kv_lora", lambda: _small(kv_lora=_host.zeros(3, 128))),
-        ErrorSample("lora-none", "kv_lora", lambda: _small(kv_lora=None)),
-        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 63))),
-        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128))),
-        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 64).half())),
-        ErrorSample("positions-float", "positions", lambda: _small(positions=_host.zeros(3))),
-        ErrorSample("cache-none", "kv_cache", lambda: _small(kv_cache=None)),
-        ErrorSample("cache-other-row", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 128, dtype=_BF16))),
-        ErrorSample("cache-other-dtype", "kv_cache", lambda: _small(kv_cache=_host.zeros(32, 192))),
-        ErrorSample("cache-two-heads", "kv_cache", lambda: _small(kv_cache=_host.zeros(2, 16, 2, 192, dtype=_BF16))),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("scale-without-fp8", "kv_scale", lambda: _small(kv_scale=0.5)),
-        ErrorSample("scale-zero", "kv_scale", lambda: {**make(cache_dtype="e4m3"), "kv_scale": 0.0}),
-        ErrorSample("write-k-a-number", "write_k", lambda: _small(write_k=1)),
+        _bad("q-fp64", q_rope=lambda: _host.zeros(3, 4, 64, dtype=torch.float64)),
+        _bad("q-none", q_rope=None),
+        _bad("q-expanded", q_rope=lambda: _host.zeros(1, 4, 64, dtype=_BF16).expand(3, 4, 64)),
+        _bad("k-other-dtype", k_rope=lambda: _host.zeros(3, 64)),
+        _bad("k-other-dim", k_rope=lambda: _host.zeros(3, 32, dtype=_BF16)),
+        _bad("k-two-heads", k_rope=lambda: _host.zeros(3, 2, 64, dtype=_BF16)),
+        _bad("lora-other-dtype", kv_lora=lambda: _host.zeros(3, 128)),
+        _bad("lora-none", kv_lora=None),
+        _bad("rotary-odd", cos_sin_cache=lambda: _host.zeros(50, 63)),
+        _bad("rotary-too-large", cos_sin_cache=lambda: _host.zeros(50, 128)),
+        _bad("cos-other-dtype", cos_sin_cache=lambda: _host.zeros(50, 64).half()),
+        _bad("positions-float", positions=lambda: _host.zeros(3)),
+        _bad("cache-none", kv_cache=None),
+        _bad("cache-other-row", kv_cache=lambda: _host.zeros(32, 128, dtype=_BF16)),
+        _bad("cache-other-dtype", kv_cache=lambda: _host.zeros(32, 192)),
+        _bad("cache-two-heads", kv_cache=lambda: _host.zeros(2, 16, 2, 192, dtype=_BF16)),
+        _bad("slots-too-many", slots=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("scale-without-fp8", kv_scale=0.5),
+        _bad_fp8("scale-zero", kv_scale=0.0),
+        _bad("write-k-a-number", write_k=1),
     ),
     ragged={
-        "n": (0, 80), "q_heads": (1, 9), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": _DTYPES,
-        "position": ("i32", "i64"), "slot": ("i32", "i64"), "cache": _FORMS, "page_size": [1, 3, 16], "slots": (96, 96),
+        "n": (0, 80), "q_heads": (1, 9), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": DTYPES,
+        "position": ("i32", "i64"), "slot": ("i32", "i64"), "cache": FORMS, "page_size": [1, 3, 16], "slots": (96, 96),
         "cache_view": ("plain", "padded"), "rows": ("separate", "fused", "misaligned", "heads"),
         "values": ("valid", "skip", "edge", "extreme"), "position_values": ("valid", "edge", "extreme"),
     },

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hal import _host
 from hal.ops._torch import in_range
-from hal.ops.proofs.inputs import FLOAT_DTYPES, generator
+from hal.ops.proofs.inputs import FLOAT_DTYPES, generator, refused
 from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
 from hal.ops.proofs.rope_kv_write import FRESH, sum_terms, want_of_caches
 from hal.ops.qk_norm_rope_kv_write import SPEC, normalize
@@ -53,14 +53,10 @@ def make(
     return {name: a[name] if name != "eps" else eps for name in SPEC.args}
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3, slots=32), **change}
+_bad = refused(make, n=3, slots=32)
 
 
 _BF16 = torch.bfloat16
-
-
-_DTYPES = ("fp16", "bf16", "fp32")
 
 
 _SKIP = ("smollm2", "llama3-8b")
@@ -82,21 +78,18 @@ PROOF = Proof(
     ),
     errors=(
         *(
-            ErrorSample(e.name, e.argument, lambda e=e: {**_small(), **e.make()})  # type: ignore[misc]
+            ErrorSample(e.name, e.argument, lambda e=e: {**make(n=3, slots=32), **e.make()})  # type: ignore[misc]
             for e in ROPE.errors
         ),
-        ErrorSample("weight-fp64", "q_weight", lambda: _small(q_weight=_host.ones(64, dtype=torch.float64))),
-        ErrorSample(
-            "weight-other-float", "q_weight",
-            lambda: _small(q_weight=_host.ones(64).half(), k_weight=_host.ones(64).half()),
-        ),
-        ErrorSample("weight-none", "k_weight", lambda: _small(k_weight=None)),
-        ErrorSample("weight-too-long", "q_weight", lambda: _small(q_weight=_host.ones(128, dtype=_BF16))),
-        ErrorSample("k-weight-other-dtype", "k_weight", lambda: _small(k_weight=_host.ones(64))),
-        ErrorSample("weight-a-head-each", "k_weight", lambda: _small(k_weight=_host.ones(2, 64, dtype=_BF16))),
-        ErrorSample("eps-zero", "eps", lambda: _small(eps=0.0)),
-        ErrorSample("eps-nan", "eps", lambda: _small(eps=math.nan)),
-        ErrorSample("eps-none", "eps", lambda: _small(eps=None)),
+        _bad("weight-fp64", q_weight=lambda: _host.ones(64, dtype=torch.float64)),
+        _bad("weight-other-float", q_weight=lambda: _host.ones(64).half(), k_weight=lambda: _host.ones(64).half()),
+        _bad("weight-none", k_weight=None),
+        _bad("weight-too-long", q_weight=lambda: _host.ones(128, dtype=_BF16)),
+        _bad("k-weight-other-dtype", k_weight=lambda: _host.ones(64)),
+        _bad("weight-a-head-each", k_weight=lambda: _host.ones(2, 64, dtype=_BF16)),
+        _bad("eps-zero", eps=0.0),
+        _bad("eps-nan", eps=math.nan),
+        _bad("eps-none", eps=None),
     ),
     ragged={**ROPE.ragged, "eps": [1e-6, 1e-5, 0.1]},
     fresh=FRESH,

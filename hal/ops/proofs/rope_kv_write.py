@@ -11,11 +11,21 @@ from torch import Tensor
 from hal import _host
 from hal.ops._torch import in_range, slots_of
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    floats,
+    generator,
+    odd_indices,
+    paired,
+    randint,
+    refused,
+    spaced,
+)
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
 from hal.ops.rope_kv_write import rotate
 from hal.ops.spec import (
-    ErrorSample,
     Proof,
     Sample,
 )
@@ -195,37 +205,12 @@ def _caches(
     g: torch.Generator, lead: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, view: str
 ) -> tuple[Tensor, Tensor]:
     fresh = [_host.randn(*lead, d, generator=g).clamp(-4, 4).to(dtype) for d in dims]
-    if view == "plain":
-        return fresh[0], fresh[1]
-    out = []
     if view == "pairs":
-        wide = max(dims)
-        both = _host.randn(lead[0], 2, *lead[1:], wide, generator=g).to(dtype)
-        return both[:, 0, ..., : dims[0]], both[:, 1, ..., : dims[1]]
-    for t in fresh:
-        strides = list(t.stride())
-        if view == "far":
-            strides[0] = FAR
-        else:
-            strides = nested_strides(t.shape, t.shape[-1] + 8)
-        out.append(_host.empty_strided(tuple(t.shape), tuple(strides), dtype=dtype).copy_(t))
-    return out[0], out[1]
+        return paired(g, lead, dims, dtype)
+    return spaced(fresh[0], view), spaced(fresh[1], view)
 
 
-def nested_strides(shape: torch.Size, row: int) -> list[int]:
-    strides = [1]
-    step = row
-    for size in reversed(shape[1:-1]):
-        strides.append(step)
-        step = step * size + 16
-    return [*reversed([*strides, step])] if len(shape) > 1 else strides
-
-
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(n=3, slots=32), **change}
-
-
-_DTYPES = ("fp16", "bf16", "fp32")
+_bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
 
 
 _SHAPES = {
@@ -257,11 +242,21 @@ FRESH = Fresh(
 )  # fmt: skip
 
 
+FP8_SAMPLES = tuple(
+    Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
+    for c in ("e4m3", "e5m2")
+    for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
+) + tuple(
+    Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
+    for c in ("e4m3", "e5m2")
+)  # fmt: skip
+
+
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{d}", {"dtype": d}) for d in _DTYPES),
+        *(Sample(f"{d}", {"dtype": d}) for d in DTYPES),
         *(Sample(f"{d}-cos-{d}", {"dtype": d, "cos_dtype": d, "n": 7}) for d in ("fp16", "bf16")),
         *(Sample(f"{name}-bf16", {**_shape(name), "n": 3}) for name in _SHAPES),
         *(
@@ -281,14 +276,14 @@ PROOF = Proof(
         Sample("slots-pairs", {"cache_view": "pairs"}),
         Sample("slots-padded", {"cache_view": "padded", "dtype": "fp16"}),
         Sample("paged-padded", {"cache": "paged", "cache_view": "padded", "n": 9}),
-        *(Sample(f"fused-qkv-{d}", {"qkv": "fused", "dtype": d, "n": 6}) for d in _DTYPES),
-        *(Sample(f"misaligned-{d}", {"qkv": "misaligned", "dtype": d, "n": 6}) for d in _DTYPES),
+        *(Sample(f"fused-qkv-{d}", {"qkv": "fused", "dtype": d, "n": 6}) for d in DTYPES),
+        *(Sample(f"misaligned-{d}", {"qkv": "misaligned", "dtype": d, "n": 6}) for d in DTYPES),
         Sample("partial-rotary", {"head_dim": 128, "rotary_dim": 64}),
         Sample("partial-rotary-fp32", {"head_dim": 64, "rotary_dim": 32, "dtype": "fp32", "cache": "paged"}),
         Sample("v-head-dim", {"head_dim": 128, "v_head_dim": 64}),
         Sample("mha", {"q_heads": 4, "kv_heads": 4}),
         Sample("more-kv-heads-than-q", {"q_heads": 1, "kv_heads": 3}),
-        *(Sample(f"rope-alone-{d}", {"cache": "none", "dtype": d, "n": 9}) for d in _DTYPES),
+        *(Sample(f"rope-alone-{d}", {"cache": "none", "dtype": d, "n": 9}) for d in DTYPES),
         *(Sample(f"keep-k-{d}", {"write_k": False, "dtype": d, "n": 9}) for d in ("bf16", "fp32")),
         Sample("skip", {"n": 21, "values": "skip"}),
         Sample("nothing-written", {"n": 9, "values": "none"}),
@@ -302,9 +297,9 @@ PROOF = Proof(
         Sample("equal-slots", {"n": 6, "values": "equal"}),
         Sample("no-slots", {"slots": 0, "values": "none"}),
         Sample("no-positions", {"max_positions": 0, "position_values": "edge"}),
-        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in _DTYPES),
+        *(Sample(f"specials-{d}", {"dtype": d, "specials": True, "n": 9}) for d in DTYPES),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
-        *(Sample(f"interleaved-{d}", {"interleaved": True, "dtype": d}, "feature:interleaved") for d in _DTYPES),
+        *(Sample(f"interleaved-{d}", {"interleaved": True, "dtype": d}, "feature:interleaved") for d in DTYPES),
         Sample("interleaved-partial", {"interleaved": True, "head_dim": 128, "rotary_dim": 64}, "feature:interleaved"),
         Sample("interleaved-alone", {"interleaved": True, "cache": "none", "n": 40}, "feature:interleaved"),
         *(
@@ -312,15 +307,7 @@ PROOF = Proof(
             for d in (40, 72, 80, 96, 192, 256)
         ),
         Sample("rotary-20-of-80", {"head_dim": 80, "rotary_dim": 20}, "feature:any_head_dim"),
-        *(
-            Sample(f"{c}-{d}-scale-{s}", {"cache_dtype": c, "dtype": d, "scale": s, "n": 9}, f"feature:fp8_{c}")
-            for c in ("e4m3", "e5m2")
-            for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
-        ),
-        *(
-            Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
-            for c in ("e4m3", "e5m2")
-        ),
+        *FP8_SAMPLES,
         Sample(
             "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
             "feature:fp8_e4m3",
@@ -328,47 +315,45 @@ PROOF = Proof(
         Sample("e4m3-keep-k", {"cache_dtype": "e4m3", "write_k": False, "n": 20, "scale": "float"}, "feature:fp8_e4m3"),
     ),
     errors=(
-        ErrorSample("q-fp64", "q", lambda: _small(q=_host.zeros(3, 4, 64, dtype=torch.float64))),
-        ErrorSample("q-rank-2", "q", lambda: _small(q=_host.zeros(3, 256, dtype=torch.bfloat16))),
-        ErrorSample("q-none", "q", lambda: _small(q=None)),
-        ErrorSample("k-other-dtype", "k", lambda: _small(k=_host.zeros(3, 2, 64))),
-        ErrorSample("k-fewer-tokens", "k", lambda: _small(k=_host.zeros(2, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample("k-other-head-dim", "k", lambda: _small(k=_host.zeros(3, 2, 32, dtype=torch.bfloat16))),
-        ErrorSample(
-            "q-last-dim-strided", "q", lambda: _small(q=_host.zeros(3, 4, 128, dtype=torch.bfloat16)[..., ::2])
+        _bad("q-fp64", q=lambda: _host.zeros(3, 4, 64, dtype=torch.float64)),
+        _bad("q-rank-2", q=lambda: _host.zeros(3, 256, dtype=torch.bfloat16)),
+        _bad("q-none", q=None),
+        _bad("k-other-dtype", k=lambda: _host.zeros(3, 2, 64)),
+        _bad("k-fewer-tokens", k=lambda: _host.zeros(2, 2, 64, dtype=torch.bfloat16)),
+        _bad("k-other-head-dim", k=lambda: _host.zeros(3, 2, 32, dtype=torch.bfloat16)),
+        _bad("q-last-dim-strided", q=lambda: _host.zeros(3, 4, 128, dtype=torch.bfloat16)[..., ::2]),
+        _bad("q-expanded", q=lambda: _host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64)),
+        _bad("v-other-heads", v=lambda: _host.zeros(3, 3, 64, dtype=torch.bfloat16)),
+        _bad(
+            "v-expanded-and-strided",
+            v=lambda: _host.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2],
         ),
-        ErrorSample("q-expanded", "q", lambda: _small(q=_host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64))),
-        ErrorSample("v-other-heads", "v", lambda: _small(v=_host.zeros(3, 3, 64, dtype=torch.bfloat16))),
-        ErrorSample(
-            "v-expanded-and-strided", "v",
-            lambda: _small(v=_host.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2]),
-        ),
-        ErrorSample("v-missing", "v", lambda: _small(v=None)),
-        ErrorSample("rotary-odd", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 63))),
-        ErrorSample("rotary-zero", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 0))),
-        ErrorSample("rotary-too-large", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128))),
-        ErrorSample("cos-other-dtype", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 64).half())),
-        ErrorSample("cos-strided", "cos_sin_cache", lambda: _small(cos_sin_cache=_host.zeros(50, 128)[:, :64])),
-        ErrorSample("positions-float", "positions", lambda: _small(positions=_host.zeros(3))),
-        ErrorSample("positions-too-few", "positions", lambda: _small(positions=_host.zeros(2, dtype=torch.int64))),
-        ErrorSample("slots-too-many", "slots", lambda: _small(slots=_host.zeros(4, dtype=torch.int64))),
-        ErrorSample("slots-missing", "slots", lambda: _small(slots=None)),
-        ErrorSample("v-cache-missing", "v_cache", lambda: _small(v_cache=None)),
-        ErrorSample("v-cache-smaller", "v_cache", lambda: _small(v_cache=_host.zeros(31, 2, 64, dtype=torch.bfloat16))),
-        ErrorSample("v-cache-other-rank", "v_cache", lambda: _small(v_cache=_host.zeros(2, 16, 2, 64).bfloat16())),
-        ErrorSample("k-cache-other-dtype", "k_cache", lambda: _small(k_cache=_host.zeros(32, 2, 64))),
-        ErrorSample("k-cache-other-heads", "k_cache", lambda: _small(k_cache=_host.zeros(32, 4, 64).bfloat16())),
-        ErrorSample("k-cache-head-dim-last", "k_cache", lambda: _small(k_cache=_host.zeros(32, 64, 2).bfloat16().mT)),
-        ErrorSample("scale-without-fp8", "k_scale", lambda: _small(k_scale=0.5)),
-        ErrorSample("v-scale-without-fp8", "v_scale", lambda: _small(v_scale=_host.ones(1))),
-        ErrorSample("scale-of-two", "k_scale", lambda: {**make(cache_dtype="e4m3"), "k_scale": _host.ones(2)}),
-        ErrorSample("scale-zero", "k_scale", lambda: {**make(cache_dtype="e4m3"), "k_scale": 0.0}),
-        ErrorSample("scale-text", "k_scale", lambda: {**make(cache_dtype="e4m3"), "k_scale": "1"}),
-        ErrorSample("keep-k-without-caches", "write_k", lambda: {**make(cache="none"), "write_k": False}),
-        ErrorSample("interleaved-text", "interleaved", lambda: _small(interleaved="yes")),
+        _bad("v-missing", v=None),
+        _bad("rotary-odd", cos_sin_cache=lambda: _host.zeros(50, 63)),
+        _bad("rotary-zero", cos_sin_cache=lambda: _host.zeros(50, 0)),
+        _bad("rotary-too-large", cos_sin_cache=lambda: _host.zeros(50, 128)),
+        _bad("cos-other-dtype", cos_sin_cache=lambda: _host.zeros(50, 64).half()),
+        _bad("cos-strided", cos_sin_cache=lambda: _host.zeros(50, 128)[:, :64]),
+        _bad("positions-float", positions=lambda: _host.zeros(3)),
+        _bad("positions-too-few", positions=lambda: _host.zeros(2, dtype=torch.int64)),
+        _bad("slots-too-many", slots=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("slots-missing", slots=None),
+        _bad("v-cache-missing", v_cache=None),
+        _bad("v-cache-smaller", v_cache=lambda: _host.zeros(31, 2, 64, dtype=torch.bfloat16)),
+        _bad("v-cache-other-rank", v_cache=lambda: _host.zeros(2, 16, 2, 64).bfloat16()),
+        _bad("k-cache-other-dtype", k_cache=lambda: _host.zeros(32, 2, 64)),
+        _bad("k-cache-other-heads", k_cache=lambda: _host.zeros(32, 4, 64).bfloat16()),
+        _bad("k-cache-head-dim-last", k_cache=lambda: _host.zeros(32, 64, 2).bfloat16().mT),
+        _bad("scale-without-fp8", k_scale=0.5),
+        _bad("v-scale-without-fp8", v_scale=lambda: _host.ones(1)),
+        _bad_fp8("scale-of-two", k_scale=lambda: _host.ones(2)),
+        _bad_fp8("scale-zero", k_scale=0.0),
+        _bad_fp8("scale-text", k_scale="1"),
+        refused(make, cache="none")("keep-k-without-caches", write_k=False),
+        _bad("interleaved-text", interleaved="yes"),
     ),
     ragged={
-        "n": (0, 80), "q_heads": (1, 9), "kv_heads": (1, 5), "head_dim": [64, 128], "dtype": _DTYPES,
+        "n": (0, 80), "q_heads": (1, 9), "kv_heads": (1, 5), "head_dim": [64, 128], "dtype": DTYPES,
         "position": ("i32", "i64"), "slot": ("i32", "i64"), "cache": ("none", "slots", "paged"),
         "page_size": [1, 3, 16], "slots": (96, 96), "qkv": ("separate", "fused", "misaligned"),
         "cache_view": ("plain", "pairs", "padded"), "values": ("valid", "skip", "edge", "extreme"),

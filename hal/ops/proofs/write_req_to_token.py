@@ -13,9 +13,9 @@ from hal.ops._spans import LONGEST
 from hal.ops.assign_extend_cache_locs import SPEC as ASSIGN
 from hal.ops.proofs.assign_extend_cache_locs import FRESH
 from hal.ops.proofs.fresh import REQUESTS, Wide
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, randint
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, of_dtypes, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
-from hal.ops.spec import ErrorSample, Proof, Sample
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -63,18 +63,14 @@ def make(seed: int = 0, src: str = "i64", slots: str = "valid", **params: Any) -
     return {**a, "src": locs.to(INDEX_DTYPES[src])}
 
 
-def _small(**change: Any) -> dict[str, Any]:
-    return {**make(bs=3, requests=4, width=8, longest=4), **change}
+_bad = refused(make, bs=3, requests=4, width=8, longest=4)
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(
-            Sample(f"{i}-{p}-{o}", {"index": i, "offsets": p, "src": o})
-            for i, p, o in (("i32", "i32", "i32"), ("i64", "i64", "i64"), ("i32", "i64", "i32"), ("i64", "i32", "i64"))
-        ),
+        *of_dtypes("index offsets src", "i32 i32 i32", "i64 i64 i64", "i32 i64 i32", "i64 i32 i64"),
         Sample("one", {"bs": 1, "longest": 9}),
         Sample("no-requests", {"bs": 0}, control="one"),
         Sample("no-slots", {"slack": -10_000}, control="one"),
@@ -97,16 +93,11 @@ PROOF = Proof(
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
     ),
     errors=(
-        ErrorSample(
-            "table-of-int64", "req_to_token", lambda: _small(req_to_token=_host.zeros(4, 8, dtype=torch.int64)),
-        ),
-        ErrorSample(
-            "table-expanded", "req_to_token",
-            lambda: _small(req_to_token=_host.zeros(1, 8, dtype=torch.int32).expand(4, 8))
-        ),
-        ErrorSample("src-float", "src", lambda: _small(src=_host.zeros(9))),
-        ErrorSample("src-strided", "src", lambda: _small(src=_host.zeros(18, dtype=torch.int64)[::2])),
-        ErrorSample("lengths-disagree", "end_offsets", lambda: _small(end_offsets=_host.ones(4, dtype=torch.int64))),
+        _bad("table-of-int64", req_to_token=lambda: _host.zeros(4, 8, dtype=torch.int64)),
+        _bad("table-expanded", req_to_token=lambda: _host.zeros(1, 8, dtype=torch.int32).expand(4, 8)),
+        _bad("src-float", src=lambda: _host.zeros(9)),
+        _bad("src-strided", src=lambda: _host.zeros(18, dtype=torch.int64)[::2]),
+        _bad("lengths-disagree", end_offsets=lambda: _host.ones(4, dtype=torch.int64)),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
