@@ -188,14 +188,19 @@ def engine(
         str, typer.Option(help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang.")
     ] = "",
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
+    together: Annotated[
+        bool,
+        typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares."),
+    ] = False,
 ) -> None:
     """A real engine, stock and on hal, in one run: agreement of logits, then tokens a second and first tokens."""
     from hal.bench import sglang, vllm
+    from hal.bench.shapes import SHAPES
 
     if name not in ("vllm", "sglang"):
         raise ArgumentError("bench engine", "NAME", "vllm or sglang", repr(name))
-    if shape not in vllm.SHAPES:
-        raise ArgumentError("bench engine", "--shape", ", ".join(vllm.SHAPES), repr(shape))
+    if shape not in SHAPES:
+        raise ArgumentError("bench engine", "--shape", ", ".join(SHAPES), repr(shape))
     chosen = (engines or {"vllm": "stock,hal", "sglang": "hal,triton,flashinfer"}[name]).split(",")
     if name == "sglang":
         own = sglang.Options(
@@ -207,7 +212,7 @@ def engine(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
         seconds, memory, _read("--vllm", settings, json.loads), profile,
     )  # fmt: skip
-    _leave("hal.bench.vllm", "main", options, chosen, rounds, report)
+    _leave("hal.bench.vllm", "main", options, chosen, rounds, report, together)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:

@@ -108,6 +108,26 @@ def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
     return row
 
 
+def _watched() -> list[Any]:
+    """From now on, the results of all loads of both workers in this process, in vLLM's own terms."""
+    loads: set[int] = set()
+    found: list[Any] = []
+    for worker in (CPUOffloadingWorker, HalOffloadingWorker):
+
+        def submit(self: Any, job: int, source: Any, target: Any, inner: Any = worker.submit_load) -> Any:
+            loads.add(job)
+            return inner(self, job, source, target)
+
+        def finished(self: Any, inner: Any = worker.get_finished) -> Any:
+            results = inner(self)
+            found.extend(r for r in results if r.job_id in loads)
+            return results
+
+        setattr(worker, "submit_load", submit)  # noqa: B010
+        setattr(worker, "get_finished", finished)  # noqa: B010
+    return found
+
+
 def child(spec: str, tokens: str, shape: str, file: str) -> None:
     """One engine: a prompt computed, its blocks gone from the device, and the same prompt again."""
     from hal.bench import vllm
@@ -122,7 +142,7 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
     settings = {"enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector}
     llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, vllm=settings))
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    rows = []
+    rows, loads = [], _watched()
     for i in range(4):
         pick = random.Random(i)
         prompt = {"prompt_token_ids": [pick.randrange(1, vocabulary) for _ in range(n)]}
@@ -134,6 +154,10 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
             time.sleep(0.3)  # until what is stored has been
             _generate(llm, {"prompt_token_ids": [1, 2, 3]})  # a step, in which that is reported
             llm.reset_prefix_cache()
+        row["GB/s"] = (
+            sum(r.transfer_size for r in loads) / max(sum(r.transfer_time for r in loads), 1e-9) / 1e9
+        )
+        loads.clear()
         rows.append(row)
     size = llm.llm_engine.vllm_config.cache_config.block_size
     Path(file).write_text(json.dumps({"spec": spec, "block_size": size, "rows": rows[1:]}))
@@ -149,7 +173,10 @@ def _generate(llm: Any, prompt: dict[str, list[int]]) -> tuple[float, Any]:
 
 
 def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
-    """A prompt whose blocks come back from the host, on stock vLLM and on hal, a process each, beside computing it."""
+    """A prompt whose blocks come back from the host, on stock vLLM and on hal, a process each, beside computing it.
+
+    `cached` of its tokens came back at the least; GB/s: of those copies, as vLLM's workers report them.
+    """
     row: dict[str, Any] = {"shape": shape, "tokens": tokens}
     for name, spec, switch in (("stock", "CPUOffloadingSpec", ""), ("hal", "HalOffloadingSpec", "vllm")):
         env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
@@ -163,6 +190,7 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
             rows = json.loads(Path(out.name).read_text())["rows"]
         for what in ("computed", "returned"):
             row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)
+        row[f"{name} GB/s"] = statistics.median(r["GB/s"] for r in rows)
         row[f"{name} cached"] = min(r["returned cached"] or 0 for r in rows)
         row[f"{name} equal"] = all(r["computed token"] == r["returned token"] for r in rows)
     row["stock / hal, returned"] = row["stock returned ms"] / row["hal returned ms"]

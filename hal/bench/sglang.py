@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hal.bench import vllm
+from hal.bench.engine_report import agreement, ratios
 from hal.bench.report import machine, version
+from hal.bench.shapes import SHAPES
 
 SHORT = 8
 """Tokens of the short generation."""
@@ -74,7 +76,7 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["attention"] = engine.get_server_info()["attention_backend"]
     yield found
-    vocabulary = vllm.SHAPES[options.shape]["vocab_size"]
+    vocabulary = SHAPES[options.shape]["vocab_size"]
 
     def generate(prompts: list[list[int]], new: int, **more: Any) -> tuple[float, list[Any]]:
         start = time.perf_counter()
@@ -109,7 +111,7 @@ def _engine(attention: str, options: Options, folder: str) -> Any:
     """SGLang on a model of the shape; its processes find `register` in the folder."""
     from sglang import Engine
 
-    shape = vllm.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     Path(folder, "config.json").write_text(
         json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
     )
@@ -190,8 +192,8 @@ def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, An
     of = {a: [r for r in runs if r["engine"] == a and r.get("decode")] for a in attentions}
     for a in attentions:
         if a != "hal" and of[a] and of.get("hal"):
-            found[f"agreement with {a}"] = vllm.agreement(of[a][0], of["hal"][0])
-            found[f"hal over {a}"] = vllm.ratios(of[a], of["hal"])
+            found[f"agreement with {a}"] = agreement(of[a][0], of["hal"][0])
+            found[f"hal over {a}"] = ratios(of[a], of["hal"])
     return found
 
 

