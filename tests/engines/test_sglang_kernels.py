@@ -129,7 +129,7 @@ def test_direct() -> None:
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table: layers end where the next one begins, the last where its allocation does."""
     src, dst = torch.randn(2, LAYERS, SLOTS, HEADS, DIM).unbind()
-    tables = [torch.tensor([t.data_ptr() for t in reversed(p)], dtype=torch.uint64) for p in (src, dst)]
+    tables = [torch.tensor([t.data_ptr() for t in list(p)[::-1]], dtype=torch.uint64) for p in (src, dst)]
     store, asked = src.untyped_storage(), []
 
     def known(addresses: list[int]) -> list[Any]:

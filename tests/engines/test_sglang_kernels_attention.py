@@ -61,6 +61,10 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
         sliding_window_size=window, sinks=sinks,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
+    # By the signature of before there were scales.
+    options = {"sm_scale": scale, "logit_cap": cap, "sliding_window_size": window, "sinks": sinks}
+    kernels.extend_attention_fwd_unified(q, out.zero_(), k_cache, v_cache, qo, kv, slots, None, 5, **options)
+    torch.testing.assert_close(out, want)
     # The cache without the new rows, which come apart.
     cached = [s[: len(s) - m] for s, m in zip(lists, NEW, strict=True)]
     new = torch.cat([s[len(s) - m :] for s, m in zip(lists, NEW, strict=True)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +70,21 @@ def context_attention_fwd(
     hal.extend_attention(q, k, v, indptr, indptr, rows, o, scale=scale, causal=is_causal)
 
 
+def _also_without_scales(run: Callable[..., None]) -> Callable[..., None]:
+    """By SGLang's earlier signature too, which goes on with `qo_indptr` where `k_scale` and `v_scale` are now."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if len(args) <= 4:
+            kwargs = {"k_scale": None, "v_scale": None, **kwargs}
+        elif isinstance(args[4], Tensor) and not args[4].is_floating_point():
+            args = (*args[:4], None, None, *args[4:])
+        run(*args, **kwargs)
+
+    return call
+
+
+@_also_without_scales
 def extend_attention_fwd_unified(
     q: Tensor,
     o: Tensor,
