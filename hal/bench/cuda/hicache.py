@@ -121,9 +121,8 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
         **_peers(way, device, host, (*on_device, there, here)),
     }
     a, b, s, d = (host, device, here, there) if way == "load" else (device, host, there, here)
-    for half in (a.k, a.v):
-        if half is not None:  # the check of the other way left one value in it
-            half.copy_(inputs.randn(*half.shape))
+    for half in a.tensors:  # the check of the other way left one value in it
+        half.copy_(inputs.randn(*half.shape))
     for name, call in calls.items():
         judge.check_transfer(name, call, a, b, s, d)
     to, source = (flat, pinned) if way == "load" else (pinned, flat)

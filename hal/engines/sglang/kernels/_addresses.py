@@ -80,7 +80,7 @@ def allocations(addresses: Iterable[int]) -> list[Range | None]:
         return [None for _ in addresses]
     blocks = [
         (block["address"], block["address"] + block["requested_size"], f"cuda:{segment['device']}")
-        for segment in torch.cuda.memory_snapshot()
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     ]
