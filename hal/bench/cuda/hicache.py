@@ -17,14 +17,15 @@ from torch import Tensor
 from hal import _host
 from hal.bench import OURS, Row, judge, peers, timing
 from hal.bench.cuda import inputs
+from hal.bench.cuda.kv_copy import _pinned
 from hal.engines.sglang import hicache as adapter
 from hal.kv.pool import KVPool
 
 KINDS = {"mha": (32, (8, 128), 2), "mla": (61, (1, 576), 1)}
 """Layers, a token's row, and halves: Llama-3.1-8B's, DeepSeek-V3's; bf16."""
 PAGES = (1, 16, 64)
-SLOTS, HOST_SLOTS = 16384, 16384
-FEW, MANY = 256, 8192
+SLOTS = 8192
+FEW, MANY = 256, 4096
 LAUNCH = (2, 32)
 """`sgl_kernel`'s own defaults: blocks, and warps of a block."""
 
@@ -83,7 +84,7 @@ def _peers(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) ->
         pairs = [x for a, b in zip(tables, into, strict=True) for x in (a, b)]
         where = (item, item * layers, layers) if paged else (item, layers)
         calls["sgl_kernel"] = partial(run, *pairs, there, here, *where, *LAUNCH)
-    if not paged:
+    if not paged and host.page_size > 1:  # a copy a token takes seconds
         a, b = [t[i] for t in far for i in range(layers)], [t[i] for t in near for i in range(layers)]
         direct, page = of("transfer_kv_direct"), host.page_size
         if way == "load":
@@ -113,7 +114,7 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     on_device = there.to(inputs.DEVICE), here.to(inputs.DEVICE)
     nbytes = n * layers * row[0] * row[1] * 2 * halves
     flat = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE)
-    pinned = _host.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    pinned = _pinned(nbytes)
     ours = _ours(kind, device, host)
     calls: dict[str, Callable[[], Any]] = {
         OURS: partial(_adapter, ours, way, layers, *on_device),
@@ -142,12 +143,16 @@ def hicache(quick: bool = False) -> list[Row]:
     for kind, (layers, row, halves) in KINDS.items():
         gpu = [inputs.randn(layers, SLOTS, *row) for _ in range(halves)]
         for layout in ("layer_first", "page_first"):
-            made = KVPool.host_like(KVPool(*gpu), HOST_SLOTS, layout)
+            made = KVPool.host_like(KVPool(*gpu), SLOTS, layout)
             for page in PAGES[1:2] if quick else PAGES:
                 device = KVPool(*gpu, page_size=page)
                 host = KVPool(made.k, made.v, layout=layout, page_size=page)
                 for way in ("backup", "load"):
-                    for n, scattered in ((MANY, False), (MANY, True), (FEW, False))[:: 2 if quick else 1]:
+                    for n, scattered in (
+                        (MANY, False),
+                        (FEW, False),
+                        *([(MANY, True)] if page == 16 else []),
+                    ):
                         rows.append(_row(kind, way, device, host, n, scattered))
             del made, device, host
             timing.free_memory()
