@@ -148,27 +148,19 @@ def install_beside_cuda() -> None:
     global _failed
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+    from hal.engines.sglang.kernels._common import mend_triton
+
     for name, make in ATTENTION_BACKENDS.items():
         ATTENTION_BACKENDS[name] = functools.partial(_checked, make)
     try:
         require("sglang")
+        import sglang.srt.utils.common  # noqa: F401  (which breaks what is mended)
+
         mend_triton()
         _replace(HICACHE, _look(HICACHE))
     except Exception as e:
         _failed = e if isinstance(e, HalError) else EngineError(f"hal: sglang can't run on hal: {e!r}")
         raise
-
-
-def mend_triton() -> None:
-    """SGLang puts a plain function in the place of Triton's `next_power_of_2`, which no kernel can call then: it is
-    made one that kernels can.
-    """
-    import sglang.srt.utils.common  # noqa: F401  (its import is what replaces it)
-    import triton
-    from triton.runtime.jit import ConstexprFunction
-
-    if not isinstance(triton.next_power_of_2, ConstexprFunction):
-        triton.next_power_of_2 = ConstexprFunction(triton.next_power_of_2)
 
 
 def _checked(make: Any, runner: Any) -> Any:
