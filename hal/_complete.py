@@ -9,6 +9,7 @@ OTHER_TABLES = (
     "launcher",
     "programmatic_launch",
     "host_calls",
+    "hicache",
     "mla_decode_attention",
     "extend_attention_hopper",
     "decode_by_block_table",

@@ -20,7 +20,7 @@ def available() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("sglang", "apache-tvm-ffi", "flashinfer-python", "vllm"):
+    for name in ("sglang", "apache-tvm-ffi", "flashinfer-python", "sglang-kernel", "vllm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -40,6 +40,22 @@ def sglang(module: str) -> Any:
             return None
         _stand_ins(Path(next(iter(spec.submodule_search_locations))))
     return importlib.import_module(f"sglang.kernels.{module}")
+
+
+def sgl_kernel() -> Any:
+    """The compiled operators of SGLang's wheel ``sglang-kernel`` (``torch.ops.sgl_kernel``), or None without it.
+
+    Its package imports SGLang; the operators need but their library.
+    """
+    import torch
+
+    if not hasattr(torch.ops.sgl_kernel, "transfer_kv_per_layer"):
+        spec = importlib.util.find_spec("sgl_kernel")
+        major = torch.cuda.get_device_capability()[0]
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for library in Path(folder, f"sm{major}0").glob("common_ops.*.so"):
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
+    return torch.ops.sgl_kernel if hasattr(torch.ops.sgl_kernel, "transfer_kv_per_layer") else None
 
 
 def flashinfer() -> Any:

@@ -44,7 +44,7 @@ def test_every_op_has_a_table(tables: Tables) -> None:
     assert {*BUILTIN} <= {*tables}
     assert {*tables} - {*BUILTIN} == {
         *("launcher", "programmatic_launch", "host_calls"),
-        *("mla_decode_attention", "extend_attention_hopper", "decode_by_block_table"),
+        *("mla_decode_attention", "extend_attention_hopper", "decode_by_block_table", "hicache"),
     }
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from hal.engines import EngineError
 from hal.engines.sglang import kernels
+from hal.engines.sglang.kernels import _addresses
+from hal.engines.sglang.kernels.__main__ import main
 
 SLOTS, LAYERS, HEADS, DIM, PAGE = 24, 3, 2, 8, 4
 SRC, DST = torch.tensor([5, 0, 17, -1, 99, 9]), torch.tensor([1, 20, 3, 4, 5, -1])
@@ -123,14 +126,71 @@ def test_direct() -> None:
     assert back[0].count_nonzero() == k[1][src].count_nonzero()
 
 
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table: layers end where the next one begins, the last where its allocation does."""
+    src, dst = torch.randn(2, LAYERS, SLOTS, HEADS, DIM).unbind()
+    tables = [torch.tensor([t.data_ptr() for t in list(p)[::-1]], dtype=torch.uint64) for p in (src, dst)]
+    store, asked = src.untyped_storage(), []
+
+    def known(addresses: list[int]) -> list[Any]:
+        asked.append(addresses)
+        return [(store.data_ptr(), store.data_ptr() + store.nbytes(), "cpu") for _ in addresses]
+
+    monkeypatch.setattr(_addresses, "allocations", known)
+    (rows,) = {len(t) for t in _addresses.layers_at("f", tables[1], ITEM, LAYERS)}
+    assert rows == SLOTS * ITEM
+    was = dst.clone()
+    for _ in range(2):
+        kernels.transfer_kv_all_layer_mla(*tables, SRC, DST, ITEM, LAYERS)
+    for i in range(LAYERS):
+        check(src[i], dst[i], was[i])
+    assert len(asked) == 2, "a table is read once"
+    tables[0][0] = tables[0][1]
+    kernels.transfer_kv_all_layer_mla(*tables, SRC, DST, ITEM, LAYERS)
+    assert len(asked) == 3, "but for one that has been written"
+    pages = torch.zeros(SLOTS, LAYERS, HEADS, DIM)
+    at = torch.arange(SLOTS)
+    kernels.transfer_kv_all_layer_mla_lf_pf(tables[1], pages, at, at, ITEM, ITEM * LAYERS, LAYERS)
+    assert torch.equal(pages, dst.flip(0).transpose(0, 1))
+
+
 def test_addresses_are_refused() -> None:
     table = torch.tensor([1, 2, 3], dtype=torch.uint64)
-    with pytest.raises(kernels.Unsupported, match=r"addresses: .* pass the layers") as e:
+    with pytest.raises(kernels.Unsupported, match=r"address 0x1 of a table: no allocator .* pass the layers") as e:
         kernels.transfer_kv_all_layer(table, layers(), table, layers(), SRC, DST, ITEM, LAYERS)
     assert isinstance(e.value, EngineError)
     assert isinstance(e.value, NotImplementedError)
     with pytest.raises(kernels.Unsupported, match="addresses"):
         kernels.write_req_to_token_pool_triton(table)
+
+
+# --- in SGLang's modules ----------------------------------------------------------------------------
+
+
+def test_names_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Modules of hal's functions by another's names, and hal's functions over another's."""
+    (tmp_path / "testing.py").write_text("from taken_kernel import get_last_loc\n")
+    (tmp_path / "theirs.py").write_text("from os import fspath as merge_state\ndef get_last_loc(): ...\n")
+    (tmp_path / "program.py").write_text(
+        "import sys, theirs, taken_kernel.testing, taken.below.io\n"
+        "from hal.engines.sglang import kernels\n"
+        "assert taken_kernel.testing.get_last_loc is theirs.get_last_loc is kernels.get_last_loc\n"
+        "assert taken.below.io.transfer_kv_direct is kernels.transfer_kv_direct\n"
+        "assert theirs.merge_state is not kernels.merge_state, 'it did not define that'\n"
+        "print(sys.argv[1:])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "argv", [])
+    arguments = ["--as", "taken_kernel,taken.below.io", "--path", str(tmp_path), "--over", "theirs"]
+    assert main([*arguments, "program", "-q"]) == 0
+    assert capsys.readouterr() == ("['-q']\n", "hal: theirs: get_last_loc\n")
+    for flag, name, why in (
+        ("--as", "taken_kernel", "has been imported"), ("--over", "nowhere", "No module named"),
+        ("--over", "json", "defines no function"),
+    ):  # fmt: skip
+        assert main([flag, name, "program"]) == 2
+        assert why in capsys.readouterr().err
 
 
 # --- slots ------------------------------------------------------------------------------------------
@@ -196,7 +256,7 @@ def test_set_mla_kv_buffer(function: str) -> None:
 
 
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("signature", ["aot", "jit"])
+@pytest.mark.parametrize("signature", ["aot", "jit", "apart"])
 def test_rope(neox: bool, signature: str) -> None:
     n, heads, kv_heads, dim = 5, 4, 2, 16
     q, k, v = torch.randn(n, heads * dim), torch.randn(n, kv_heads * dim), torch.randn(n, kv_heads * dim)
@@ -217,17 +277,24 @@ def test_rope(neox: bool, signature: str) -> None:
     if signature == "aot":
         kernels.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, table, neox, fused_set_kv_buffer_arg=fused)
     else:
-        kernels.apply_rope_with_cos_sin_cache_inplace(
-            q.view(n, heads, dim), k.view(n, kv_heads, dim), table, positions, is_neox=neox, fused_args=fused
-        )
+        by_head = q.view(n, heads, dim), k.view(n, kv_heads, dim)
+        if signature == "jit":
+            kernels.apply_rope_with_cos_sin_cache_inplace(*by_head, table, positions, is_neox=neox, fused_args=fused)
+        else:
+            kernels.apply_rope_inplace_with_kvcache(
+                *by_head, v, k_cache, v_cache, table, positions, slots, is_neox=neox
+            )
     torch.testing.assert_close(q.view(n, heads, dim), want[0])
     torch.testing.assert_close(k.view(n, kv_heads, dim), want[1])
     pairs = [(0, 3), (2, 8), (3, 1)]
     check(k, k_cache, torch.zeros_like(k_cache), pairs)
     check(v, v_cache, torch.zeros_like(v_cache), pairs)
-    before = q.clone()
+    again = q.clone(), k.clone()
     kernels.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, table, neox)
-    assert not torch.equal(q, before)
+    assert not torch.equal(q, again[0])
+    kernels.apply_rope_inplace(*(t.view(n, -1, dim) for t in again), table, positions, is_neox=neox)
+    assert torch.equal(q, again[0])
+    assert torch.equal(k, again[1])
 
 
 # --- SGLang's own -----------------------------------------------------------------------------------

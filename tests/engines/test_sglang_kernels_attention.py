@@ -61,6 +61,10 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
         sliding_window_size=window, sinks=sinks,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
+    # By the signature of before there were scales.
+    options = {"sm_scale": scale, "logit_cap": cap, "sliding_window_size": window, "sinks": sinks}
+    kernels.extend_attention_fwd_unified(q, out.zero_(), k_cache, v_cache, qo, kv, slots, None, 5, **options)
+    torch.testing.assert_close(out, want)
     # The cache without the new rows, which come apart.
     cached = [s[: len(s) - m] for s, m in zip(lists, NEW, strict=True)]
     new = torch.cat([s[len(s) - m :] for s, m in zip(lists, NEW, strict=True)])
@@ -108,6 +112,26 @@ def test_attention_refuses() -> None:
         kernels.extend_attention_fwd(x, x, x, x, x, x, none, none, none, custom_mask=none)
     with pytest.raises(kernels.Unsupported, match="sliding_window_size 3 beside custom_mask"):
         kernels.extend_attention_fwd(x, x, x, x, x, x, none, none, none, mask_indptr=none, **masked)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_whole_prompts(causal: bool) -> None:
+    q, k, v = torch.randn(8, 2 * HEADS, DIM), torch.randn(8, HEADS, DIM), torch.randn(8, HEADS, 4)
+    out = torch.empty(8, 2 * HEADS, 4)
+    kernels.context_attention_fwd(q, k, v, out, torch.tensor([0, 3]), torch.tensor([3, 5]), 5, causal)
+    for begin, end in ((0, 3), (3, 8)):
+        for i in range(begin, end):
+            last = i + 1 if causal else end
+            want, _ = dense(q[i : i + 1], k[begin:last], v[begin:last], DIM**-0.5, -1, 0.0, None)
+            torch.testing.assert_close(out[i], want[0])
+
+
+def test_states_of_base_2() -> None:
+    a, b, s, t = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(3, 2), torch.randn(3, 2)
+    out, lse = kernels.merge_state(a, s, b, t)
+    weight = (2**s / (2**s + 2**t))[..., None]
+    torch.testing.assert_close(out, a * weight + b * (1 - weight))
+    torch.testing.assert_close(lse, torch.log2(2**s + 2**t))
 
 
 @pytest.mark.parametrize("skip_prefix", [True, False])

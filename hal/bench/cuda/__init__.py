@@ -11,6 +11,7 @@ MODULES = (
     "kv_write",
     "rope",
     "kv_copy",
+    "hicache",
     "attention",
     "mla",
     "block_table",

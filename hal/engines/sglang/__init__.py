@@ -22,7 +22,16 @@ obstacle: HalError | None = None
 
 def switched_on() -> bool:
     """Is the whole adapter asked for: by ``HAL_ENGINES``, or by SGLang's own ``SGLANG_PLATFORM=hal_cpu``?"""
-    return asked("sglang") or os.environ.get("SGLANG_PLATFORM") == PLATFORM
+    return os.environ.get("SGLANG_PLATFORM") == PLATFORM or (asked("sglang") and not beside_cuda())
+
+
+def beside_cuda() -> bool:
+    """Does ``HAL_ENGINES`` ask for what of the adapter goes with SGLang's own platform for CUDA: HiCache's copies?"""
+    if not asked("sglang"):
+        return False
+    import torch
+
+    return torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM
 
 
 def platform() -> str | None:
@@ -43,7 +52,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """The entry point of `sglang.srt.plugins`: the name ``hal`` for its flag; all of it where that is asked for."""
+    """The entry point of `sglang.srt.plugins`: the name ``hal`` for its flag; what ``HAL_ENGINES`` asks for."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     choices = "arg_groups.choices" if find_spec("sglang.srt.arg_groups.choices") else "server_args"
@@ -53,6 +62,10 @@ def register() -> None:
         from hal.engines.sglang import seams
 
         seams.install()
+    elif beside_cuda():
+        from hal.engines.sglang import seams
+
+        seams.install_beside_cuda()
 
 
 def attention(runner: object) -> object:

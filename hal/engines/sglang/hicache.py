@@ -30,7 +30,8 @@ def load_to_device_per_layer(
 ) -> None:
     """Rows of one layer from slots of the host pool `self` to slots of the device's."""
     device, host = _pools(self, device_pool)
-    hal.kv_transfer(host, device, host_indices, device_indices, layers=range(layer_id, layer_id + 1))
+    slots = _together(host_indices, device_indices)
+    _transfer(self, host, device, *slots, range(layer_id, layer_id + 1))
 
 
 def backup_from_device_all_layer(
@@ -38,7 +39,8 @@ def backup_from_device_all_layer(
 ) -> None:
     """Rows of all layers from slots of the device's pool to slots of the host pool `self`."""
     device, host = _pools(self, device_pool)
-    hal.kv_transfer(device, host, device_indices, host_indices)
+    host_slots, slots = _together(host_indices, device_indices)
+    _transfer(self, device, host, slots, host_slots, None)
 
 
 def allocate(
@@ -52,6 +54,34 @@ def allocate(
     """A host pool's memory beside a CPU's own, which needs no pinning."""
     made: Tensor = allocator.allocate(dims, dtype=dtype, device=device)
     return made
+
+
+def _transfer(
+    owner: Any, src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None
+) -> None:
+    """`kv_transfer`, chosen and checked by the first call of its kind on a host pool: a load is a call a layer."""
+    if src_slots.shape != dst_slots.shape:
+        raise hal.ArgumentError(
+            "kv_transfer", "dst_slots", f"{list(src_slots.shape)}", f"{list(dst_slots.shape)}"
+        )
+    kind = (
+        src.device,
+        layers is None,
+        *((s.device, s.dtype, s.dim(), s.stride()) for s in (src_slots, dst_slots)),
+    )
+    chosen = owner.__dict__.setdefault("_hal_transfers", {})
+    if kind not in chosen:
+        device = dst.device if src.device.type == "cpu" else src.device
+        example = {"src": src, "dst": dst, "src_slots": src_slots, "dst_slots": dst_slots, "layers": layers}
+        chosen[kind] = hal.bind(device, like={"kv_transfer": example}).kv_transfer
+    chosen[kind](src, dst, src_slots, dst_slots, layers=layers)
+
+
+def _together(host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
+    # Of a backup SGLang leaves the host's slots on the CPU where its own kernel stages whole pages.
+    if host_indices.device != device_indices.device:
+        host_indices = host_indices.to(device_indices.device, non_blocking=True)
+    return host_indices, device_indices
 
 
 def _pools(host: Any, device: Any) -> tuple[KVPool, KVPool]:

@@ -63,7 +63,8 @@ def check_machine() -> None:
     if torch.cuda.is_available() or torch.xpu.is_available() or hasattr(torch, "npu"):
         raise refusal(
             [
-                "the whole adapter beside an accelerator: there --attention-backend hal alone asks for attention"
+                "the platform hal_cpu beside an accelerator: on CUDA HAL_ENGINES has HiCache's copies, and "
+                "--attention-backend hal attention"
             ]
         )
 
@@ -80,6 +81,14 @@ def of_settings(args: Any) -> list[str]:
     if algorithm.upper() not in ALGORITHMS:
         return [*reasons, asked]
     return reasons + [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]
+
+
+def of_hicache(args: Any) -> list[str]:
+    """Reasons against SGLang's settings where of the adapter there are HiCache's copies alone."""
+    if not args.enable_hierarchical_cache and not getattr(args, "enable_hisparse", False):
+        return []
+    unlike = ("enable_hisparse", "enable_page_major_kv_layout", "enable_unified_memory", "kv_cache_dtype")
+    return _unlike([s for s in SETTINGS if s[0] in unlike], args)
 
 
 def has_trees(args: Any) -> bool:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from hal._errors import HalError
-from hal.engines import EngineError
+from hal.engines import EngineError, require
 from hal.engines.sglang import limits
 
 KEY = "hal"
@@ -23,16 +23,20 @@ HOST = "sglang.srt.mem_cache.pool_host"
 SPECULATIVE = "sglang.kernels.ops.speculative"
 DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 TREES = ("build_tree_kernel_efficient_func", "verify_tree_greedy_func")
+HICACHE: dict[str, str] = {
+    f"{HOST}.{kind}.{cls}.{name}": f"hicache.{name}"
+    for kind, cls in (("mha", "MHATokenToKVPoolHost"), ("mla", "MLATokenToKVPoolHost"))
+    for name in ("load_to_device_per_layer", "backup_from_device_all_layer")
+}
+"""HiCache's copies: of `HOOKS` what is replaced beside SGLang's own platform for CUDA too."""
+
 HOOKS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
-    f"{HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
-    f"{HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
-    f"{HOST}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": "hicache.load_to_device_per_layer",
-    f"{HOST}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": "hicache.backup_from_device_all_layer",
+    **HICACHE,
     "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": "apart.normalize_kv_mem_kinds",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer": "rotary.enable_fused_set_kv_buffer",
 }
@@ -86,22 +90,14 @@ def _install() -> None:
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from hal.engines.sglang import HERE, allocation, hicache, kernels, rotary
+    from hal.engines.sglang import allocation, hicache, kernels, rotary
 
     by_table = hasattr(slots, "ALLOC_FOR_DECODE_FUNCS")
     hooks = {**HOOKS, **(CHAINS if limits.has_chains() else {})}
     if not by_table:
         hooks[f"{ALLOCATION}.alloc_for_decode"] = "allocation.alloc_for_decode"
-    found = {target: pkgutil.resolve_name(target) for target in hooks}
-    ours = {target: pkgutil.resolve_name(f"{HERE}.{name}") for target, name in hooks.items()}
-    for target, theirs in found.items():
-        has, known = list(inspect.signature(theirs).parameters), inspect.signature(ours[target]).parameters
-        if has != [n for n, p in known.items() if n in has or p.default is p.empty]:
-            raise EngineError(
-                f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}"
-            )
+    found = _look(hooks)
     rotary.register()
     for name in ATTENTION_BACKENDS:
         if name != "hal":
@@ -115,9 +111,64 @@ def _install() -> None:
         kernels.register()
     if limits.has_chains():
         _install_sampling()
-    for target, function in ours.items():
-        HookRegistry.register(target, function, HookType.REPLACE)
+    _replace(hooks, found)
+
+
+def _look(hooks: dict[str, str]) -> dict[str, Any]:
+    """SGLang's functions, whose parameters are those that hal's know."""
+    found = {target: pkgutil.resolve_name(target) for target in hooks}
+    for target, theirs in found.items():
+        has, known = (
+            list(inspect.signature(theirs).parameters),
+            inspect.signature(_ours(hooks[target])).parameters,
+        )
+        if has != [n for n, p in known.items() if n in has or p.default is p.empty]:
+            raise EngineError(
+                f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}"
+            )
+    return found
+
+
+def _replace(hooks: dict[str, str], found: dict[str, Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, name in hooks.items():
+        HookRegistry.register(target, _ours(name), HookType.REPLACE)
     _replaced.update(found)
+
+
+def _ours(name: str) -> Any:
+    from hal.engines.sglang import HERE
+
+    return pkgutil.resolve_name(f"{HERE}.{name}")
+
+
+def install_beside_cuda() -> None:
+    """HiCache's copies alone. Every attention of SGLang's looks first whether they are in place: else no start."""
+    global _failed
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from hal.engines.sglang.kernels._common import mend_triton
+
+    for name, make in ATTENTION_BACKENDS.items():
+        ATTENTION_BACKENDS[name] = functools.partial(_checked, make)
+    try:
+        require("sglang")
+        import sglang.srt.utils.common  # noqa: F401  (which breaks what is mended)
+
+        mend_triton()
+        _replace(HICACHE, _look(HICACHE))
+    except Exception as e:
+        _failed = e if isinstance(e, HalError) else EngineError(f"hal: sglang can't run on hal: {e!r}")
+        raise
+
+
+def _checked(make: Any, runner: Any) -> Any:
+    check()
+    reasons = limits.of_hicache(runner.server_args)
+    if reasons:
+        raise limits.refusal(reasons)
+    return make(runner)
 
 
 def _install_sampling() -> None:

@@ -1,7 +1,8 @@
 """SGLang's kernels by SGLang's names and signatures, on hal's ops. Needs no SGLang.
 
-What hal's contract does not take raises `Unsupported`; docs/engines.md has the table. The name ``sgl_kernel`` is never
-taken: import from here. `register` puts them into SGLang's own registry, as backend ``plugin``.
+What hal's contract does not take raises `Unsupported`; docs/engines.md has the table. The name ``sgl_kernel`` is taken
+only where ``python -m hal.engines.sglang.kernels`` is told to. `register` puts them into SGLang's own registry, as
+backend ``plugin``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ from __future__ import annotations
 from hal.engines import EngineError
 from hal.engines.sglang.kernels._common import Unsupported
 from hal.engines.sglang.kernels.attention import (
+    context_attention_fwd,
     decode_attention_fwd,
+    decode_attention_fwd_grouped,
+    decode_attention_fwd_normal,
     extend_attention_fwd,
     extend_attention_fwd_unified,
+    merge_state,
     merge_state_triton,
     merge_state_v2,
 )
 from hal.engines.sglang.kernels.cache import (
     FusedSetKVBufferArg,
+    apply_rope_inplace,
+    apply_rope_inplace_with_kvcache,
     apply_rope_with_cos_sin_cache_inplace,
     set_mla_kv_buffer,
     set_mla_kv_buffer_triton,
@@ -77,13 +84,15 @@ OPS: dict[str, str] = {
 """Name in SGLang's registry -> name here."""
 
 __all__ = [
-    "OPS", "FusedSetKVBufferArg", "Unsupported", "alloc_decode_kernel", "alloc_extend_kernel",
-    "apply_rope_with_cos_sin_cache_inplace", "assign_extend_cache_locs", "assign_extend_cache_locs_func",
-    "create_flashinfer_kv_indices", "create_flashinfer_kv_indices_triton", "decode_attention_fwd",
-    "extend_attention_fwd", "extend_attention_fwd_unified", "get_last_loc", "merge_state_triton", "merge_state_v2",
-    "register", "set_mla_kv_buffer", "set_mla_kv_buffer_triton", "store_cache", "transfer_kv_all_layer",
-    "transfer_kv_all_layer_direct_lf_pf", "transfer_kv_all_layer_lf_pf", "transfer_kv_all_layer_lf_ph",
-    "transfer_kv_all_layer_mla", "transfer_kv_all_layer_mla_lf_pf", "transfer_kv_direct", "transfer_kv_per_layer",
+    "OPS", "FusedSetKVBufferArg", "Unsupported", "alloc_decode_kernel", "alloc_extend_kernel", "apply_rope_inplace",
+    "apply_rope_inplace_with_kvcache", "apply_rope_with_cos_sin_cache_inplace", "assign_extend_cache_locs",
+    "assign_extend_cache_locs_func", "context_attention_fwd", "create_flashinfer_kv_indices",
+    "create_flashinfer_kv_indices_triton", "decode_attention_fwd", "decode_attention_fwd_grouped",
+    "decode_attention_fwd_normal", "extend_attention_fwd", "extend_attention_fwd_unified", "get_last_loc",
+    "merge_state", "merge_state_triton", "merge_state_v2", "register", "set_mla_kv_buffer",
+    "set_mla_kv_buffer_triton", "store_cache", "transfer_kv_all_layer", "transfer_kv_all_layer_direct_lf_pf",
+    "transfer_kv_all_layer_lf_pf", "transfer_kv_all_layer_lf_ph", "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf", "transfer_kv_direct", "transfer_kv_per_layer",
     "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_per_layer_mla", "transfer_kv_per_layer_mla_pf_lf",
     "transfer_kv_per_layer_pf_lf", "transfer_kv_per_layer_ph_lf", "write_req_to_token_pool_triton",
 ]  # fmt: skip

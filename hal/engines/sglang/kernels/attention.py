@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ import hal
 from hal.engines._masks import lists_of_tokens
 from hal.engines._softmax import join_parts, join_sinks, room_for
 from hal.engines.sglang.kernels._common import Unsupported, refuse
+
+_LN2 = math.log(2)
 
 
 def decode_attention_fwd(
@@ -51,6 +56,35 @@ def decode_attention_fwd(
     join_sinks(o, lse, sinks)
 
 
+decode_attention_fwd_normal = decode_attention_fwd_grouped = decode_attention_fwd
+
+
+def context_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_input_len: int,
+    is_causal: bool = True, sm_scale: float | None = None,
+) -> None:  # fmt: skip
+    """Attention of whole prompts over themselves, into o; q, k, v ``[n, heads, dim]``, one prompt after another."""
+    indptr = torch.cat([b_start_loc, (b_start_loc + b_seq_len)[-1:]]).to(torch.int64)
+    rows = torch.arange(q.shape[0], dtype=torch.int64, device=q.device)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    hal.extend_attention(q, k, v, indptr, indptr, rows, o, scale=scale, causal=is_causal)
+
+
+def _also_without_scales(run: Callable[..., None]) -> Callable[..., None]:
+    """By SGLang's earlier signature too, which goes on with `qo_indptr` where `k_scale` and `v_scale` are now."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if len(args) <= 4:
+            kwargs = {"k_scale": None, "v_scale": None, **kwargs}
+        elif isinstance(args[4], Tensor) and not args[4].is_floating_point():
+            args = (*args[:4], None, None, *args[4:])
+        run(*args, **kwargs)
+
+    return call
+
+
+@_also_without_scales
 def extend_attention_fwd_unified(
     q: Tensor,
     o: Tensor,
@@ -202,6 +236,12 @@ def merge_state_v2(
 ) -> tuple[Tensor, Tensor]:
     """`sgl_kernel`'s name for the same."""
     return merge_state_triton(v_a, s_a, v_b, s_b, v_merged, s_merged)
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *into: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of `sgl_kernel`'s names for it, whose logarithms are of base 2."""
+    merged, lse = merge_state_triton(v_a, s_a * _LN2, v_b, s_b * _LN2, *into)
+    return merged, lse.div_(_LN2)
 
 
 def _attend(

@@ -112,6 +112,22 @@ def apply_rope_with_cos_sin_cache_inplace(*args: Any, **kwargs: Any) -> None:
     (_apply_jit if newer else _apply_aot)(*args, **kwargs)
 
 
+def apply_rope_inplace(
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, is_neox: bool, rope_dim: int = 0
+) -> None:
+    """Rotates q and k ``[n, heads, head_dim]`` in place: their first `rope_dim` elements, which are the table's."""
+    _apply_jit(q, k, cos_sin_cache, positions, is_neox=is_neox, rope_dim=rope_dim)
+
+
+def apply_rope_inplace_with_kvcache(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
+    out_loc: Tensor, *, is_neox: bool, rope_dim: int = 0,
+) -> None:  # fmt: skip
+    """The same, and k and v are written to the slots `out_loc` of caches ``[slots, heads * head_dim]``."""
+    fused = FusedSetKVBufferArg(v, k_cache, v_cache, out_loc)
+    _apply_jit(q, k, cos_sin_cache, positions, is_neox=is_neox, rope_dim=rope_dim, fused_args=fused)
+
+
 def _apply_aot(
     positions: Tensor,
     query: Tensor,

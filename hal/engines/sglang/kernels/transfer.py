@@ -1,21 +1,21 @@
 """`transfer_kv_*`: rows between pools, on `kv_transfer`. All of them copy bytes, whatever the dtype.
 
-Where SGLang hands over addresses of layers (uint64 tables), these take the layers themselves, a list of tensors:
-addresses carry no sizes, so no slot could be checked. Slots are on the CPU, or all on the pools' device.
+Layers are a list of tensors, or SGLang's uint64 table of their addresses, whose sizes are asked of the allocators
+(`_addresses`). Slots are on the CPU, or all on the pools' device; of two devices, they are brought to the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import hal
-from hal.engines.sglang.kernels._common import Unsupported
+from hal.engines.sglang.kernels._addresses import layers_at
 
-Layers = Sequence[Tensor]
+Layers = Sequence[Tensor] | Tensor
+"""A list of them, or a table ``[layers]`` uint64 of their addresses."""
 
 
 def transfer_kv_per_layer(
@@ -59,13 +59,10 @@ def transfer_kv_all_layer_mla(
 ) -> None:  # fmt: skip
     """Likewise, of one buffer a layer."""
     src, dst = (
-        _layers("transfer_kv_all_layer_mla", src_layers),
-        _layers("transfer_kv_all_layer_mla", dst_layers),
+        _layers("transfer_kv_all_layer_mla", layers, item_size, num_layers)
+        for layers in (src_layers, dst_layers)
     )
-    _copy(
-        [_rows(t, item_size) for t in src[:num_layers]], [_rows(t, item_size) for t in dst[:num_layers]],
-        src_indices, dst_indices,
-    )  # fmt: skip
+    _copy(src, dst, src_indices, dst_indices)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -105,7 +102,7 @@ def transfer_kv_all_layer_mla_lf_pf(
     dst_layout_dim: int, num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
 ) -> None:  # fmt: skip
     """Likewise, of one buffer a layer."""
-    src = [_rows(t, item_size) for t in _layers("transfer_kv_all_layer_mla_lf_pf", src_layers)[:num_layers]]
+    src = _layers("transfer_kv_all_layer_mla_lf_pf", src_layers, item_size, num_layers)
     pages = _page_first(dst, item_size, dst_layout_dim)
     _copy(src, [pages[:, i] for i in range(num_layers)], src_indices, dst_indices)
 
@@ -119,7 +116,7 @@ def transfer_kv_per_layer_ph_lf(
     for src, dst in ((src_k, dst_k), (src_v, dst_v)):
         pages = _page_head(src, item_size, src_layout_dim, page_size, head_num)
         layer = pages[:, :, :, layer_id : layer_id + 1]
-        hal.kv_transfer(
+        _move(
             hal.KVPool(layer, layout="page_head", page_size=page_size),
             hal.KVPool([_rows(dst, item_size, head_num)]), src_indices, dst_indices,
         )  # fmt: skip
@@ -132,11 +129,11 @@ def transfer_kv_all_layer_lf_ph(
 ) -> None:  # fmt: skip
     """Rows of all layers into a page_head buffer, k and v."""
     for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        layers = _layers("transfer_kv_all_layer_lf_ph", src)[:num_layers]
+        layers = _layers("transfer_kv_all_layer_lf_ph", src, item_size, num_layers, head_num)
         pages = _page_head(dst, item_size, dst_layout_dim, page_size, head_num)
-        hal.kv_transfer(
-            hal.KVPool([_rows(t, item_size, head_num) for t in layers]),
-            hal.KVPool(pages, layout="page_head", page_size=page_size), src_indices, dst_indices,
+        _move(
+            hal.KVPool(layers), hal.KVPool(pages, layout="page_head", page_size=page_size),
+            src_indices, dst_indices,
         )  # fmt: skip
 
 
@@ -178,22 +175,26 @@ def _direct(
     paged = hal.KVPool(pages, layout="page_first_direct", page_size=page_size)
     flat = hal.KVPool([t.view(t.shape[0], *pages.shape[3:]) for t in layers])
     if load:
-        hal.kv_transfer(paged, flat, page_slots, slots)
+        _move(paged, flat, page_slots, slots)
     else:
-        hal.kv_transfer(flat, paged, slots, page_slots)
+        _move(flat, paged, slots, page_slots)
 
 
-def _copy(src: list[Tensor], dst: list[Tensor], src_indices: Tensor, dst_indices: Tensor) -> None:
-    hal.kv_transfer(hal.KVPool(src), hal.KVPool(dst), src_indices, dst_indices)
+def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], src_indices: Tensor, dst_indices: Tensor) -> None:
+    _move(hal.KVPool(src), hal.KVPool(dst), src_indices, dst_indices)
 
 
-def _layers(function: str, layers: Any) -> list[Tensor]:
+def _move(src: hal.KVPool, dst: hal.KVPool, src_indices: Tensor, dst_indices: Tensor) -> None:
+    if src_indices.device != dst_indices.device:
+        src_indices, dst_indices = src_indices.cpu(), dst_indices.cpu()
+    hal.kv_transfer(src, dst, src_indices, dst_indices)
+
+
+def _layers(function: str, layers: Layers, item_size: int, count: int, heads: int = 1) -> list[Tensor]:
+    """The rows of each layer, ``[slots, heads, bytes]``."""
     if isinstance(layers, Tensor) and layers.dtype == torch.uint64:
-        raise Unsupported(
-            f"hal: {function}: a table of addresses: they carry no sizes, so no slot could be checked — pass the "
-            "layers, a list of tensors"
-        )
-    return list(layers)
+        layers = layers_at(function, layers, item_size, count)
+    return [_rows(t, item_size, heads) for t in layers[:count]]
 
 
 def _rows(t: Tensor, item_size: int, heads: int = 1) -> Tensor:
