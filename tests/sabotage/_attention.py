@@ -10,7 +10,7 @@ import torch
 
 from hal.ops import _attention, get_spec
 from hal.ops._torch import in_range
-from sabotage._healthy import fault
+from sabotage._healthy import calling, fault
 from sabotage._kv import changing
 
 DECODE, EXTEND = "decode_attention", "extend_attention"
@@ -118,116 +118,88 @@ def the_page_of_a_slot_is_found_by_a_power_of_two(a: dict[str, Any]) -> None:
         a["kv_indices"] = torch.where(valid, wrong, slots).to(slots.dtype)
 
 
-@fault(DECODE, OUT)
-def query_heads_take_turns_at_the_kv_heads(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        heads, kv_heads = a["q"].shape[1], a["k_cache"].shape[-2]
-        # Head h reads kv head h % kv_heads: sorted by that, the healthy mapping is this one.
-        order = torch.arange(heads, device=a["q"].device).view(-1, kv_heads).t().reshape(-1)
-        out = torch.empty(*a["q"].shape[:2], a["v_cache"].shape[-1], dtype=a["q"].dtype, device=a["q"].device)
-        lse = None if a["lse"] is None else torch.empty_like(a["lse"])
-        good(**{**a, "q": a["q"][:, order].contiguous(), "out": out, "lse": lse})
-        if lse is not None:
-            a["lse"][:, order] = lse
-        given = torch.empty_like(out) if a["out"] is None else a["out"]
-        given[:, order] = out
-        return given
-
-    return run
+@calling(DECODE, OUT)
+def query_heads_take_turns_at_the_kv_heads(good: Any, **a: Any) -> Any:
+    heads, kv_heads = a["q"].shape[1], a["k_cache"].shape[-2]
+    # Head h reads kv head h % kv_heads: sorted by that, the healthy mapping is this one.
+    order = torch.arange(heads, device=a["q"].device).view(-1, kv_heads).t().reshape(-1)
+    out = torch.empty(*a["q"].shape[:2], a["v_cache"].shape[-1], dtype=a["q"].dtype, device=a["q"].device)
+    lse = None if a["lse"] is None else torch.empty_like(a["lse"])
+    good(**{**a, "q": a["q"][:, order].contiguous(), "out": out, "lse": lse})
+    if lse is not None:
+        a["lse"][:, order] = lse
+    given = torch.empty_like(out) if a["out"] is None else a["out"]
+    given[:, order] = out
+    return given
 
 
-@fault(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected .*, got (nan|inf)")
-def softmax_without_its_maximum(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
-        out = good(**{**a, "lse": lse})
-        # exp(88.8) is too large for fp32; so is then the sum, and the quotient of two infinities is NaN.
-        out.masked_fill_((lse > math.log(torch.finfo(torch.float32).max)).unsqueeze(-1), torch.nan)
-        if a["lse"] is not None:
-            a["lse"].copy_(lse)
+@calling(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected .*, got (nan|inf)")
+def softmax_without_its_maximum(good: Any, **a: Any) -> Any:
+    lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
+    out = good(**{**a, "lse": lse})
+    # exp(88.8) is too large for fp32; so is then the sum, and the quotient of two infinities is NaN.
+    out.masked_fill_((lse > math.log(torch.finfo(torch.float32).max)).unsqueeze(-1), torch.nan)
+    if a["lse"] is not None:
+        a["lse"].copy_(lse)
+    return out
+
+
+@calling(DECODE, LSE)
+def the_lse_lacks_the_maximum(good: Any, **a: Any) -> Any:
+    out = good(**a)
+    if a["lse"] is None:
         return out
-
-    return run
-
-
-@fault(DECODE, LSE)
-def the_lse_lacks_the_maximum(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        out = good(**a)
-        if a["lse"] is None:
-            return out
-        begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
-        valid = in_range(a["kv_indices"], _attention.slots_of(a["k_cache"]))
-        k = _attention.gather(a["k_cache"], a["kv_indices"], valid)
-        group = a["q"].shape[1] // k.shape[1]
-        for i, (b, e) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-            if e > b:
-                seen = k[b:e].repeat_interleave(group, dim=1)
-                a["lse"][i] -= ((a["q"][i].float() * seen).sum(-1) * a["scale"]).amax(0)
-        return out
-
-    return run
+    begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
+    valid = in_range(a["kv_indices"], _attention.slots_of(a["k_cache"]))
+    k = _attention.gather(a["k_cache"], a["kv_indices"], valid)
+    group = a["q"].shape[1] // k.shape[1]
+    for i, (b, e) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        if e > b:
+            seen = k[b:e].repeat_interleave(group, dim=1)
+            a["lse"][i] -= ((a["q"][i].float() * seen).sum(-1) * a["scale"]).amax(0)
+    return out
 
 
-@fault(DECODE, LSE)
-def the_lse_is_in_base_2(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        out = good(**a)
-        if a["lse"] is not None:
-            a["lse"].mul_(math.log2(math.e))
-        return out
-
-    return run
+@calling(DECODE, LSE)
+def the_lse_is_in_base_2(good: Any, **a: Any) -> Any:
+    out = good(**a)
+    if a["lse"] is not None:
+        a["lse"].mul_(math.log2(math.e))
+    return out
 
 
-@fault(DECODE, OUT)
-def splits_are_merged_without_their_weights(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
-        if a["sliding_window"] >= 0 or not bool((end - begin > 600).any()):
-            return good(**a)
-        parts = []
-        for half in (0, 1):
-            slots = a["kv_indices"].clone()
-            for i, j in zip(begin.tolist(), end.tolist(), strict=True):
-                middle = i + (j - i) // 2
-                slots[i:middle] = -1 if half else slots[i:middle]
-                slots[middle:j] = slots[middle:j] if half else -1
-            parts.append(good(**{**a, "kv_indices": slots, "out": None, "lse": None}).float())
-        out = good(**a)
-        return out.copy_((parts[0] + parts[1]) / 2)
-
-    return run
-
-
-@fault(DECODE, OUT)
-def float32_is_rounded_to_tf32(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        if a["q"].dtype == torch.float32:
-            # The last 13 bits of the mantissa are what the tensor cores leave out.
-            a["q"] = ((a["q"].contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+@calling(DECODE, OUT)
+def splits_are_merged_without_their_weights(good: Any, **a: Any) -> Any:
+    begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
+    if a["sliding_window"] >= 0 or not bool((end - begin > 600).any()):
         return good(**a)
+    parts = []
+    for half in (0, 1):
+        slots = a["kv_indices"].clone()
+        for i, j in zip(begin.tolist(), end.tolist(), strict=True):
+            middle = i + (j - i) // 2
+            slots[i:middle] = -1 if half else slots[i:middle]
+            slots[middle:j] = slots[middle:j] if half else -1
+        parts.append(good(**{**a, "kv_indices": slots, "out": None, "lse": None}).float())
+    out = good(**a)
+    return out.copy_((parts[0] + parts[1]) / 2)
 
-    return run
+
+@calling(DECODE, OUT)
+def float32_is_rounded_to_tf32(good: Any, **a: Any) -> Any:
+    if a["q"].dtype == torch.float32:
+        # The last 13 bits of the mantissa are what the tensor cores leave out.
+        a["q"] = ((a["q"].contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return good(**a)
 
 
-@fault(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected 0, got nan")
-def nothing_to_see_gives_nan(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(DECODE).bind(*args, **kwargs)
-        lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
-        out = good(**{**a, "lse": lse})
-        if a["lse"] is not None:
-            a["lse"].copy_(lse)
-        return out.masked_fill_((lse == -torch.inf).unsqueeze(-1), torch.nan)
-
-    return run
+@calling(DECODE, r"^(bound|dispatched) call: (out|return)\[.*expected 0, got nan")
+def nothing_to_see_gives_nan(good: Any, **a: Any) -> Any:
+    lse = torch.empty(a["q"].shape[:2], device=a["q"].device)
+    out = good(**{**a, "lse": lse})
+    if a["lse"] is not None:
+        a["lse"].copy_(lse)
+    return out.masked_fill_((lse == -torch.inf).unsqueeze(-1), torch.nan)
 
 
 # --- extend_attention -------------------------------------------------------------------------------
@@ -279,14 +251,10 @@ def mla_reads_v_from_the_end_of_the_row(a: dict[str, Any]) -> None:
         a["v_cache"] = k[..., k.shape[-1] - v.shape[-1] :]
 
 
-@fault(EXTEND, r"out\[.*changed, though the contract does not name it")
-def rows_of_no_request_are_cleared(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        a = get_spec(EXTEND).bind(*args, **kwargs)
-        out = good(**a)
-        begin, stop = _attention.bounds(a["qo_indptr"], a["q"].shape[0])
-        t = torch.arange(a["q"].shape[0], device=out.device).view(-1, 1)
-        owned = ((t >= begin) & (t < stop)).any(dim=1)
-        return out.masked_fill_(~owned.view(-1, 1, 1), 0)
-
-    return run
+@calling(EXTEND, r"out\[.*changed, though the contract does not name it")
+def rows_of_no_request_are_cleared(good: Any, **a: Any) -> Any:
+    out = good(**a)
+    begin, stop = _attention.bounds(a["qo_indptr"], a["q"].shape[0])
+    t = torch.arange(a["q"].shape[0], device=out.device).view(-1, 1)
+    owned = ((t >= begin) & (t < stop)).any(dim=1)
+    return out.masked_fill_(~owned.view(-1, 1, 1), 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sabotage._healthy import fault
+from sabotage._healthy import calling, fault
 
 LAST, ASSIGN, ROPE, TRANSFER = "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer"
 DECODE = "decode_attention"
@@ -103,24 +103,22 @@ def _half_a_second_later(write: Callable[[], Any]) -> None:
     threading.Thread(target=body, daemon=True).start()
 
 
-@fault(ASSIGN, r"right when the call returned, and 1 s later no more: out\[0\]: changed", "later")
-def writes_to_out_half_a_second_later(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, start_offsets: Any, end_offsets: Any, out: Any) -> Any:
-        good(req_to_token, req_pool_indices, start_offsets, end_offsets, out)
-        _half_a_second_later(lambda: out[:1].fill_(-3))
-        return out
+@calling(ASSIGN, r"right when the call returned, and 1 s later no more: out\[0\]: changed", "later")
+def writes_to_out_half_a_second_later(
+    good: Any, req_to_token: Any, req_pool_indices: Any, start_offsets: Any, end_offsets: Any, out: Any
+) -> Any:
+    good(req_to_token, req_pool_indices, start_offsets, end_offsets, out)
+    _half_a_second_later(lambda: out[:1].fill_(-3))
+    return out
 
-    return run
 
-
-@fault(LAST, r"right when the call returned, and 1 s later no more: return: other elements", "later")
-def writes_to_its_result_half_a_second_later(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        out = good(req_to_token, req_pool_indices, prefix_lens)
-        _half_a_second_later(lambda: out[:1].fill_(-3))
-        return out
-
-    return run
+@calling(LAST, r"right when the call returned, and 1 s later no more: return: other elements", "later")
+def writes_to_its_result_half_a_second_later(
+    good: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
+) -> Any:
+    out = good(req_to_token, req_pool_indices, prefix_lens)
+    _half_a_second_later(lambda: out[:1].fill_(-3))
+    return out
 
 
 @fault(ROPE, r"right when the call returned, and 1 s later no more: k_cache: \d bytes written outside", "later")
@@ -206,53 +204,44 @@ def wide(what: str) -> str:
     return rf"beyond the samples, [a-z_ ]*\b({what})\b[a-z_ ]*wide \(.*: "
 
 
-@fault(LAST, wide("bs") + r"return\[\d+\]: expected", "fresh")
-def wrong_beyond_2048_requests(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        out = good(req_to_token, req_pool_indices, prefix_lens)
-        out[2048:] = -1
-        return out
-
-    return run
+@calling(LAST, wide("bs") + r"return\[\d+\]: expected", "fresh")
+def wrong_beyond_2048_requests(good: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+    out = good(req_to_token, req_pool_indices, prefix_lens)
+    out[2048:] = -1
+    return out
 
 
-@fault(LAST, wide("requests") + r"return\[\d+\]: expected", "fresh")
-def rows_of_the_table_in_16_bits(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        low = torch.where(req_pool_indices > 65_535, req_pool_indices % 65_536, req_pool_indices)
-        inside = req_pool_indices < req_to_token.shape[0]
-        return good(req_to_token, torch.where(inside, low, req_pool_indices), prefix_lens)
-
-    return run
+@calling(LAST, wide("requests") + r"return\[\d+\]: expected", "fresh")
+def rows_of_the_table_in_16_bits(good: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+    low = torch.where(req_pool_indices > 65_535, req_pool_indices % 65_536, req_pool_indices)
+    inside = req_pool_indices < req_to_token.shape[0]
+    return good(req_to_token, torch.where(inside, low, req_pool_indices), prefix_lens)
 
 
-@fault(LAST, wide("requests") + r"return\[\d+\]: expected", "fresh")
-def wrong_where_the_table_has_more_than_65535_rows(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        return good(req_to_token[:65_535], req_pool_indices, prefix_lens)
-
-    return run
-
-
-@fault(LAST, wide("width") + r"return\[\d+\]: expected", "fresh")
-def wrong_where_the_table_has_more_than_8192_columns(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-        # "long-row" samples of other ops have 9,000 of them; no sample of this one does.
-        return good(req_to_token[:, :8192], req_pool_indices, prefix_lens)
-
-    return run
+@calling(LAST, wide("requests") + r"return\[\d+\]: expected", "fresh")
+def wrong_where_the_table_has_more_than_65535_rows(
+    good: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
+) -> Any:
+    return good(req_to_token[:65_535], req_pool_indices, prefix_lens)
 
 
-@fault(ASSIGN, wide("width|longest") + r"out\[\d+\]: expected", "fresh")
-def columns_beyond_16384_are_read_as_the_last(good: Any) -> Any:
-    def run(req_to_token: Any, req_pool_indices: Any, start_offsets: Any, end_offsets: Any, out: Any) -> Any:
-        table = req_to_token
-        if table.shape[1] > 16_384 and table.shape[0]:
-            table = table.clone()
-            table[:, 16_384:] = table[:, 16_383:16_384]
-        return good(table, req_pool_indices, start_offsets, end_offsets, out)
+@calling(LAST, wide("width") + r"return\[\d+\]: expected", "fresh")
+def wrong_where_the_table_has_more_than_8192_columns(
+    good: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
+) -> Any:
+    # "long-row" samples of other ops have 9,000 of them; no sample of this one does.
+    return good(req_to_token[:, :8192], req_pool_indices, prefix_lens)
 
-    return run
+
+@calling(ASSIGN, wide("width|longest") + r"out\[\d+\]: expected", "fresh")
+def columns_beyond_16384_are_read_as_the_last(
+    good: Any, req_to_token: Any, req_pool_indices: Any, start_offsets: Any, end_offsets: Any, out: Any
+) -> Any:
+    table = req_to_token
+    if table.shape[1] > 16_384 and table.shape[0]:
+        table = table.clone()
+        table[:, 16_384:] = table[:, 16_383:16_384]
+    return good(table, req_pool_indices, start_offsets, end_offsets, out)
 
 
 @fault(ROPE, wide("n") + r"q\[\d+, 0, \d+\]: expected", "fresh")
@@ -265,12 +254,9 @@ def wrong_beyond_1024_tokens(good: Any) -> Any:
     return lambda q, **kwargs: run(q, **kwargs)
 
 
-@fault(ROPE, wide("q_heads") + r"q\[\d+, 64, \d+\]: expected", "fresh")
-def wrong_beyond_64_query_heads(good: Any) -> Any:
-    def run(q: Any, **kwargs: Any) -> Any:
-        good(q[:, :64], **kwargs)
-
-    return run
+@calling(ROPE, wide("q_heads") + r"q\[\d+, 64, \d+\]: expected", "fresh")
+def wrong_beyond_64_query_heads(good: Any, q: Any, **kwargs: Any) -> Any:
+    good(q[:, :64], **kwargs)
 
 
 @fault(DECODE, wide("q_heads|kv_heads") + r".*expected", "fresh")
@@ -283,9 +269,6 @@ def attention_forgets_heads_beyond_64(good: Any) -> Any:
     return run
 
 
-@fault(TRANSFER, wide("n") + r"dst\.k\[.*expected", "fresh")
-def copies_the_first_4096_pairs(good: Any) -> Any:
-    def run(src: Any, dst: Any, src_slots: Any, dst_slots: Any, **kwargs: Any) -> Any:
-        good(src, dst, src_slots[:4096], dst_slots[:4096], **kwargs)
-
-    return run
+@calling(TRANSFER, wide("n") + r"dst\.k\[.*expected", "fresh")
+def copies_the_first_4096_pairs(good: Any, src: Any, dst: Any, src_slots: Any, dst_slots: Any, **kwargs: Any) -> Any:
+    good(src, dst, src_slots[:4096], dst_slots[:4096], **kwargs)

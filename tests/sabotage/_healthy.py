@@ -86,20 +86,29 @@ def fault(
     return add
 
 
+def calling(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
+    """A fault that makes a healthy call in its own way: ``call(good, **arguments)``, whose result counts."""
+
+    def add(call: Callable[..., Any]) -> Callable[..., Any]:
+        def make(good: Any) -> Any:
+            return lambda *args, **kwargs: call(good, **get_spec(op).bind(*args, **kwargs))
+
+        make.__name__ = call.__name__
+        return fault(op, message, *proofs, **options)(make)
+
+    return add
+
+
 def changing(op: str, message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
     """A fault that changes the arguments of a healthy call: ``change(arguments)``."""
 
     def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
-        def make(good: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                a = get_spec(op).bind(*args, **kwargs)
-                change(a)
-                return good(**a)
+        def call(good: Any, **a: Any) -> Any:
+            change(a)
+            return good(**a)
 
-            return run
-
-        make.__name__ = change.__name__
-        return fault(op, message, *proofs, **options)(make)
+        call.__name__ = change.__name__
+        return calling(op, message, *proofs, **options)(call)
 
     return add
 
@@ -108,16 +117,12 @@ def spoiling(op: str, message: str, *proofs: str, **options: Any) -> Callable[..
     """A fault that does something after a healthy call: ``spoil(arguments, result)``, whose result, if any, counts."""
 
     def add(spoil: Callable[[dict[str, Any], Any], Any]) -> Callable[..., Any]:
-        def make(good: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                a = get_spec(op).bind(*args, **kwargs)
-                found = good(**a)
-                other = spoil(a, found)
-                return found if other is None else other
+        def call(good: Any, **a: Any) -> Any:
+            found = good(**a)
+            other = spoil(a, found)
+            return found if other is None else other
 
-            return run
-
-        make.__name__ = spoil.__name__
-        return fault(op, message, *proofs, **options)(make)
+        call.__name__ = spoil.__name__
+        return calling(op, message, *proofs, **options)(call)
 
     return add

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sabotage._healthy import fault
+from sabotage._healthy import calling, fault
 
 
 @fault("decode_attention", r"under a default device meta: .*", "defaults")
@@ -21,41 +21,31 @@ def result_on_the_default_device(good: Callable[..., Any]) -> Callable[..., Any]
     return broken
 
 
-@fault("get_last_loc", r"under a default device meta: .*", "defaults")
-def scratch_on_the_default_device(good: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
-        rows = torch.arange(len(prefix_lens))
-        return good(req_to_token, req_pool_indices[rows], prefix_lens[rows])
-
-    return broken
-
-
-@fault("rope_kv_write", r"under a default dtype bf16: .*wrong", "defaults")
-def table_in_the_default_dtype(good: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(**a: Any) -> None:
-        table = a["cos_sin_cache"]
-        good(**{**a, "cos_sin_cache": table.to(torch.get_default_dtype()).to(table.dtype)})
-
-    return broken
+@calling("get_last_loc", r"under a default device meta: .*", "defaults")
+def scratch_on_the_default_device(
+    good: Any, req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor
+) -> Tensor:
+    rows = torch.arange(len(prefix_lens))
+    return good(req_to_token, req_pool_indices[rows], prefix_lens[rows])
 
 
-@fault("kv_write", r"ZeroDivisionError", "empty")
-def divides_by_the_heads(good: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(**a: Any) -> None:
-        _ = 16 // a["k"].shape[1]
-        good(**a)
-
-    return broken
+@calling("rope_kv_write", r"under a default dtype bf16: .*wrong", "defaults")
+def table_in_the_default_dtype(good: Any, **a: Any) -> None:
+    table = a["cos_sin_cache"]
+    good(**{**a, "cos_sin_cache": table.to(torch.get_default_dtype()).to(table.dtype)})
 
 
-@fault("decode_attention", r"got nan", "value")
-def a_nan_of_another_request(good: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(**a: Any) -> Tensor:
-        found = good(**a)
-        rows = a["v_cache"].reshape(-1, *a["v_cache"].shape[-2:])
-        listed = a["kv_indices"].long()
-        heard = rows[listed[(listed >= 0) & (listed < len(rows))]].float()
-        # As where a weight of 0 meets the values of all requests.
-        return found.add_(torch.nan) if bool(heard.isnan().any()) else found
+@calling("kv_write", r"ZeroDivisionError", "empty")
+def divides_by_the_heads(good: Any, **a: Any) -> None:
+    _ = 16 // a["k"].shape[1]
+    good(**a)
 
-    return broken
+
+@calling("decode_attention", r"got nan", "value")
+def a_nan_of_another_request(good: Any, **a: Any) -> Tensor:
+    found = good(**a)
+    rows = a["v_cache"].reshape(-1, *a["v_cache"].shape[-2:])
+    listed = a["kv_indices"].long()
+    heard = rows[listed[(listed >= 0) & (listed < len(rows))]].float()
+    # As where a weight of 0 meets the values of all requests.
+    return found.add_(torch.nan) if bool(heard.isnan().any()) else found

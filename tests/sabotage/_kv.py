@@ -10,7 +10,7 @@ import torch
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
 from hal.ops._torch import store_rows
-from sabotage._healthy import changing, fault, spoiling
+from sabotage._healthy import calling, changing, fault, spoiling
 from sabotage._transfer import halves
 
 MLA, MLA_ROPE, NORM, MOVE = "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move"
@@ -79,18 +79,14 @@ def k_rope_is_written_though_it_should_stay(a: dict[str, Any]) -> None:
     a["write_k"] = True
 
 
-@fault(MLA_ROPE, r"^bound call: kv_cache\[.*times the allowed error")
-def only_the_latent_part_is_scaled(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MLA_ROPE).bind(*args, **kwargs)
-        copies = {x: a[x].clone() for x in ("q_rope", "k_rope", "kv_cache")}
-        good(**a)
-        if a["kv_scale"] is not None:
-            good(**{**a, **copies, "kv_scale": None})
-            lora = a["kv_lora"].shape[-1]
-            a["kv_cache"].view(torch.uint8)[..., lora:] = copies["kv_cache"].view(torch.uint8)[..., lora:]
-
-    return run
+@calling(MLA_ROPE, r"^bound call: kv_cache\[.*times the allowed error")
+def only_the_latent_part_is_scaled(good: Any, **a: Any) -> None:
+    copies = {x: a[x].clone() for x in ("q_rope", "k_rope", "kv_cache")}
+    good(**a)
+    if a["kv_scale"] is not None:
+        good(**{**a, **copies, "kv_scale": None})
+        lora = a["kv_lora"].shape[-1]
+        a["kv_cache"].view(torch.uint8)[..., lora:] = copies["kv_cache"].view(torch.uint8)[..., lora:]
 
 
 @undoing(MLA_ROPE, r"kv_cache\[.*never written", lambda a: a["kv_cache"][..., : a["kv_lora"].shape[-1]])
@@ -115,17 +111,13 @@ def the_norm_s_weight_is_one(a: dict[str, Any]) -> None:
     a["q_weight"], a["k_weight"] = torch.ones_like(a["q_weight"]), torch.ones_like(a["k_weight"])
 
 
-@fault(NORM, r"q\[.*times the allowed error")
-def normalised_over_the_token_instead_of_the_head(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(NORM).bind(*args, **kwargs)
-        squares = a["q"].float().square().mean(-1, keepdim=True)
-        wrong = ((squares + a["eps"]) / (squares.mean(-2, keepdim=True) + a["eps"])).sqrt()
-        good(**a)
-        valid = ((a["positions"] >= 0) & (a["positions"] < a["cos_sin_cache"].shape[0])).view(-1, 1, 1)
-        a["q"].copy_(torch.where(valid, (a["q"].float() * wrong).to(a["q"].dtype), a["q"]))
-
-    return run
+@calling(NORM, r"q\[.*times the allowed error")
+def normalised_over_the_token_instead_of_the_head(good: Any, **a: Any) -> None:
+    squares = a["q"].float().square().mean(-1, keepdim=True)
+    wrong = ((squares + a["eps"]) / (squares.mean(-2, keepdim=True) + a["eps"])).sqrt()
+    good(**a)
+    valid = ((a["positions"] >= 0) & (a["positions"] < a["cos_sin_cache"].shape[0])).view(-1, 1, 1)
+    a["q"].copy_(torch.where(valid, (a["q"].float() * wrong).to(a["q"].dtype), a["q"]))
 
 
 @fault(NORM, r"[qk]\[.*times the allowed error")
@@ -163,35 +155,23 @@ def _one_pair(a: dict[str, Any], i: int) -> dict[str, Any]:
     return {**a, "src_slots": a["src_slots"][i : i + 1], "dst_slots": a["dst_slots"][i : i + 1]}
 
 
-@fault(MOVE, r"pool\.k\[.*expected")
-def moved_one_pair_after_the_other(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        for i in range(a["src_slots"].shape[0]):
-            good(**_one_pair(a, i))
-
-    return run
+@calling(MOVE, r"pool\.k\[.*expected")
+def moved_one_pair_after_the_other(good: Any, **a: Any) -> None:
+    for i in range(a["src_slots"].shape[0]):
+        good(**_one_pair(a, i))
 
 
-@fault(MOVE, r"pool\.k\[.*expected")
-def moved_from_the_last_pair_to_the_first(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        for i in reversed(range(a["src_slots"].shape[0])):
-            good(**_one_pair(a, i))
-
-    return run
+@calling(MOVE, r"pool\.k\[.*expected")
+def moved_from_the_last_pair_to_the_first(good: Any, **a: Any) -> None:
+    for i in reversed(range(a["src_slots"].shape[0])):
+        good(**_one_pair(a, i))
 
 
-@fault(MOVE, r"pool\.k\[.*expected")
-def gathered_in_blocks_of_256_pairs(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(MOVE).bind(*args, **kwargs)
-        for i in range(0, a["src_slots"].shape[0], 256):
-            block = {x: a[x][i : i + 256] for x in ("src_slots", "dst_slots")}
-            good(**{**a, **block})
-
-    return run
+@calling(MOVE, r"pool\.k\[.*expected")
+def gathered_in_blocks_of_256_pairs(good: Any, **a: Any) -> None:
+    for i in range(0, a["src_slots"].shape[0], 256):
+        block = {x: a[x][i : i + 256] for x in ("src_slots", "dst_slots")}
+        good(**{**a, **block})
 
 
 @changing(MOVE, r"pool\.v.*(never written|expected)")

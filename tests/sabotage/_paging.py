@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sabotage._healthy import changing, fault, spoiling
+from sabotage._healthy import calling, changing, spoiling
 
 WRITE, POSITIONS, INDICES = "write_req_to_token", "compute_positions", "build_kv_indices"
 TABLE, EXTEND, DECODE = "build_page_table", "alloc_extend", "alloc_decode"
@@ -44,16 +44,13 @@ def positions_count_from_zero(a: Arguments) -> None:
     a["prefix_lens"] = torch.zeros_like(a["prefix_lens"])
 
 
-@fault(POSITIONS, r"indptr\[\d+\]: expected")
-def the_last_sum_is_not_written(good: Any) -> Any:
-    def run(prefix_lens: Any, seq_lens: Any, out: Any, indptr: Any = None) -> Any:
-        was = None if indptr is None else indptr[-1:].clone()
-        good(prefix_lens, seq_lens, out, indptr)
-        if indptr is not None:
-            indptr[-1:] = was
-        return out
-
-    return run
+@calling(POSITIONS, r"indptr\[\d+\]: expected")
+def the_last_sum_is_not_written(good: Any, prefix_lens: Any, seq_lens: Any, out: Any, indptr: Any = None) -> Any:
+    was = None if indptr is None else indptr[-1:].clone()
+    good(prefix_lens, seq_lens, out, indptr)
+    if indptr is not None:
+        indptr[-1:] = was
+    return out
 
 
 @spoiling(POSITIONS, r"indptr\[\d+\]: expected")
@@ -95,21 +92,20 @@ def page_size_is_rounded_to_a_power_of_two(a: Arguments) -> None:
     a["page_size"] = 1 << (a["page_size"] - 1).bit_length()
 
 
-@fault(EXTEND, r"out\[\d+\]: expected")
-def a_request_takes_the_pages_of_the_one_before(good: Any) -> Any:
-    def run(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, page_size: int, out: Any) -> Any:
-        # Each request reads the list from its front, as if it were alone.
-        at, total = 0, torch.zeros(1, dtype=torch.int64, device=out.device)
-        out.fill_(-1)
-        for i in range(prefix_lens.shape[0]):
-            p, s = int(prefix_lens[i]), int(seq_lens[i])
-            n = min(max(s - p, 0) if p >= 0 and s < 2**31 else 0, out.shape[0] - at)
-            one = slice(i, i + 1)
-            total += good(prefix_lens[one], seq_lens[one], last_loc[one], free_pages, page_size, out[at : at + n])
-            at += n
-        return total
-
-    return run
+@calling(EXTEND, r"out\[\d+\]: expected")
+def a_request_takes_the_pages_of_the_one_before(
+    good: Any, prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, page_size: int, out: Any
+) -> Any:
+    # Each request reads the list from its front, as if it were alone.
+    at, total = 0, torch.zeros(1, dtype=torch.int64, device=out.device)
+    out.fill_(-1)
+    for i in range(prefix_lens.shape[0]):
+        p, s = int(prefix_lens[i]), int(seq_lens[i])
+        n = min(max(s - p, 0) if p >= 0 and s < 2**31 else 0, out.shape[0] - at)
+        one = slice(i, i + 1)
+        total += good(prefix_lens[one], seq_lens[one], last_loc[one], free_pages, page_size, out[at : at + n])
+        at += n
+    return total
 
 
 @changing(EXTEND, r"out\[\d+\]: expected")
@@ -206,15 +202,14 @@ def sums_go_past_the_buffer(a: Arguments, found: Any) -> None:
 # --- kv_write ---------------------------------------------------------------------------------------
 
 
-@fault(KV, r"v_cache\[.*\]: expected")
-def v_is_never_written_without_rope(good: Any) -> Any:
-    def run(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, **scales: Any) -> None:
-        bits = v_cache.view(torch.uint8) if v_cache.dtype.itemsize == 1 else v_cache
-        was = bits.clone()
-        good(k, v, k_cache, v_cache, slots, **scales)
-        bits.copy_(was)
-
-    return run
+@calling(KV, r"v_cache\[.*\]: expected")
+def v_is_never_written_without_rope(
+    good: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, **scales: Any
+) -> None:
+    bits = v_cache.view(torch.uint8) if v_cache.dtype.itemsize == 1 else v_cache
+    was = bits.clone()
+    good(k, v, k_cache, v_cache, slots, **scales)
+    bits.copy_(was)
 
 
 @changing(KV, r"[kv]_cache\[.*\]: expected")

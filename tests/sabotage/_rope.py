@@ -9,7 +9,7 @@ import torch
 
 from hal.ops import get_spec
 from hal.ops.spec import FP8
-from sabotage._healthy import fault
+from sabotage._healthy import calling, fault
 
 ROPE = "rope_kv_write"
 
@@ -144,40 +144,31 @@ def _through(dtype: torch.dtype) -> Callable[..., Any]:
 fault(ROPE, r"q\[.*times the allowed error")(named("double_rounding_through_fp16", _through(torch.float16)))
 
 
-@fault(ROPE, r"q\[.*times the allowed error")
-def accumulates_in_bf16(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        if a["q"].dtype == torch.bfloat16 and not a["interleaved"] and a["q"].shape[0]:
-            cos_sin = a["cos_sin_cache"].bfloat16()
-            rows = a["positions"].clamp(0, max(cos_sin.shape[0] - 1, 0)).long()
-            half = cos_sin.shape[1] // 2
-            cos, sin = cos_sin[rows].unsqueeze(1).chunk(2, dim=-1)
-            x, y = a["q"][..., :half].clone(), a["q"][..., half : 2 * half].clone()
-            good(**a)
-            a["q"][..., :half], a["q"][..., half : 2 * half] = x * cos - y * sin, y * cos + x * sin
-        else:
-            good(**a)
-
-    return run
+@calling(ROPE, r"q\[.*times the allowed error")
+def accumulates_in_bf16(good: Any, **a: Any) -> None:
+    if a["q"].dtype == torch.bfloat16 and not a["interleaved"] and a["q"].shape[0]:
+        cos_sin = a["cos_sin_cache"].bfloat16()
+        rows = a["positions"].clamp(0, max(cos_sin.shape[0] - 1, 0)).long()
+        half = cos_sin.shape[1] // 2
+        cos, sin = cos_sin[rows].unsqueeze(1).chunk(2, dim=-1)
+        x, y = a["q"][..., :half].clone(), a["q"][..., half : 2 * half].clone()
+        good(**a)
+        a["q"][..., :half], a["q"][..., half : 2 * half] = x * cos - y * sin, y * cos + x * sin
+    else:
+        good(**a)
 
 
-@fault(ROPE, r"k_cache\[.*times the allowed error")
-def fp8_from_the_rounded_k(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        if a["k_cache"] is None or a["k_cache"].dtype not in FP8:
-            return good(**a)
-        own = a["k"] if a["write_k"] else a["k"].clone()
-        good(a["q"], own, None, a["cos_sin_cache"], a["positions"], interleaved=a["interleaved"])
-        still = torch.cat(
-            [torch.ones_like(a["cos_sin_cache"]).chunk(2, 1)[0], torch.zeros_like(a["cos_sin_cache"]).chunk(2, 1)[0]],
-            dim=1,
-        )
-        good(**{**a, "q": a["q"].clone(), "k": own.clone(), "cos_sin_cache": still})
-        return None
-
-    return run
+@calling(ROPE, r"k_cache\[.*times the allowed error")
+def fp8_from_the_rounded_k(good: Any, **a: Any) -> None:
+    if a["k_cache"] is None or a["k_cache"].dtype not in FP8:
+        return good(**a)
+    own = a["k"] if a["write_k"] else a["k"].clone()
+    good(a["q"], own, None, a["cos_sin_cache"], a["positions"], interleaved=a["interleaved"])
+    still = torch.cat(
+        [torch.ones_like(a["cos_sin_cache"]).chunk(2, 1)[0], torch.zeros_like(a["cos_sin_cache"]).chunk(2, 1)[0]], dim=1
+    )
+    good(**{**a, "q": a["q"].clone(), "k": own.clone(), "cos_sin_cache": still})
+    return None
 
 
 def _fits(a: dict[str, Any]) -> torch.Tensor:
@@ -233,18 +224,14 @@ def _clamp_positions(a: dict[str, Any]) -> None:
 simple("position_out_of_range_is_clamped", r"changed, though the contract does not name it", _clamp_positions)
 
 
-@fault(ROPE, r"q\[.*times the allowed error")
-def padding_rows_are_worked_on_twice(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        good(**a)
-        if a["slots"] is not None:
-            padding = a["slots"] == -1
-            q, k = a["q"][padding], a["k"][padding]
-            good(q, k, None, a["cos_sin_cache"], a["positions"][padding], interleaved=a["interleaved"])
-            a["q"][padding] = q
-
-    return run
+@calling(ROPE, r"q\[.*times the allowed error")
+def padding_rows_are_worked_on_twice(good: Any, **a: Any) -> None:
+    good(**a)
+    if a["slots"] is not None:
+        padding = a["slots"] == -1
+        q, k = a["q"][padding], a["k"][padding]
+        good(q, k, None, a["cos_sin_cache"], a["positions"][padding], interleaved=a["interleaved"])
+        a["q"][padding] = q
 
 
 def _positions_of_slots(a: dict[str, Any]) -> None:
@@ -274,19 +261,15 @@ simple("sorts_the_slots_in_place", r"slots\[.*changed", lambda a: None, _sort_sl
 simple("write_k_ignored", r"k\[.*changed, though the contract does not name it", lambda a: a.update(write_k=True))
 
 
-@fault(ROPE, r"nondeterministic, though declared deterministic", "determinism")
-def nondeterministic(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(ROPE).bind(*args, **kwargs)
-        n = a["q"].shape[0]
-        order = torch.randperm(n, device=a["q"].device)
-        mixed = {x: a[x][order] for x in ("q", "k", "positions")}
-        mixed |= {x: a[x][order] for x in ("v", "slots") if a[x] is not None}
-        good(**{**a, **mixed})
-        a["q"][order] = mixed["q"]
-        a["k"][order] = mixed["k"]
-
-    return run
+@calling(ROPE, r"nondeterministic, though declared deterministic", "determinism")
+def nondeterministic(good: Any, **a: Any) -> None:
+    n = a["q"].shape[0]
+    order = torch.randperm(n, device=a["q"].device)
+    mixed = {x: a[x][order] for x in ("q", "k", "positions")}
+    mixed |= {x: a[x][order] for x in ("v", "slots") if a[x] is not None}
+    good(**{**a, **mixed})
+    a["q"][order] = mixed["q"]
+    a["k"][order] = mixed["k"]
 
 
 def _only_q_heads(a: dict[str, Any]) -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from sabotage._healthy import fault
+from sabotage import _healthy
+from sabotage._healthy import calling, fault
 
 COPY = "kv_transfer"
 
 
-def changing(message: str, *proofs: str, **options: Any) -> Callable[..., Any]:
-    """A fault that changes the arguments of a healthy call: ``change(arguments)``."""
-
-    def add(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
-        def make(good: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> None:
-                a = get_spec(COPY).bind(*args, **kwargs)
-                change(a)
-                good(**a)
-
-            return run
-
-        make.__name__ = change.__name__
-        return fault(COPY, message, *proofs, **options)(make)
-
-    return add
+changing = functools.partial(_healthy.changing, COPY)
 
 
 def halves(pool: KVPool) -> list[Any]:
@@ -92,109 +78,79 @@ def transfers_k_and_v_swapped(a: dict[str, Any]) -> None:
         a["dst"] = KVPool(pool.v, pool.k, layout=pool.layout, page_size=pool.page_size)
 
 
-@fault(COPY, r"dst\.k\[.*expected")
-def layout_pair_transposed(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        good(**a)
-        dst = a["dst"]
-        if a["src"].layout == "layer_first" and dst.layout == "page_first" and dst.num_layers > 1:
-            for half in halves(dst):
-                # Layers in the order of the source's strides, not of the target's.
-                slots = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
-                half[slots] = half[slots].flip(1)
-
-    return run
-
-
-@fault(COPY, r"dst\.k\[.*changed, though the contract does not name it")
-def copies_whole_pages(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        good(**a)
-        dst = a["dst"]
-        ok = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
-        if ok and dst.page_size > 1 and dst.layout == "page_first":
-            page = ok[0] // dst.page_size * dst.page_size
-            for half in halves(dst):
-                half.view(torch.uint8)[page : page + dst.page_size].fill_(0x21)
-
-    return run
-
-
-@fault(COPY, r"dst\.[kv].*expected")
-def moves_values_instead_of_bits(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        good(**a)
-        dst = a["dst"]
-        layers = range(dst.num_layers) if a["layers"] is None else a["layers"]
-        if dst.dtype in (torch.float16, torch.bfloat16) and dst.layout == "page_first":
+@calling(COPY, r"dst\.k\[.*expected")
+def layout_pair_transposed(good: Any, **a: Any) -> None:
+    good(**a)
+    dst = a["dst"]
+    if a["src"].layout == "layer_first" and dst.layout == "page_first" and dst.num_layers > 1:
+        for half in halves(dst):
+            # Layers in the order of the source's strides, not of the target's.
             slots = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
-            for half in halves(dst):
-                rows = half[slots, layers.start : layers.stop]
-                half[slots, layers.start : layers.stop] = torch.where(
-                    rows.isnan(), torch.full_like(rows, torch.nan), rows
-                )
-
-    return run
+            half[slots] = half[slots].flip(1)
 
 
-@fault(COPY, r"dst\.k\[.*never written")
-def rows_cut_to_whole_words(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        dst = a["dst"]
-        row = dst.planes()[0].chunk_bytes
-        if row % 4 == 0 or dst.layout != "page_first":
-            return good(**a)
-        before = [h.view(torch.uint8).clone() for h in halves(dst)]
-        good(**a)
-        for half, was in zip(halves(dst), before, strict=True):
-            half.view(torch.uint8)[..., row // 4 * 4 :] = was[..., row // 4 * 4 :]
-        return None
-
-    return run
+@calling(COPY, r"dst\.k\[.*changed, though the contract does not name it")
+def copies_whole_pages(good: Any, **a: Any) -> None:
+    good(**a)
+    dst = a["dst"]
+    ok = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
+    if ok and dst.page_size > 1 and dst.layout == "page_first":
+        page = ok[0] // dst.page_size * dst.page_size
+        for half in halves(dst):
+            half.view(torch.uint8)[page : page + dst.page_size].fill_(0x21)
 
 
-@fault(COPY, r"dst\.k\[\d+\].*expected|dst\.k\[\d+\]: .*changed|dst\.k\[\d+\]\[")
-def layer_list_taken_for_one_tensor(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        dst = a["dst"]
-        if isinstance(dst.k, tuple) and len(dst.k) > 1:
-            # The second layer's pointer stands for all that follow.
-            a["dst"] = KVPool(
-                [dst.k[0], *[dst.k[1]] * (len(dst.k) - 1)],
-                None if dst.v is None else [dst.v[0], *[dst.v[1]] * (len(dst.k) - 1)],
-            )
-        good(**a)
-
-    return run
+@calling(COPY, r"dst\.[kv].*expected")
+def moves_values_instead_of_bits(good: Any, **a: Any) -> None:
+    good(**a)
+    dst = a["dst"]
+    layers = range(dst.num_layers) if a["layers"] is None else a["layers"]
+    if dst.dtype in (torch.float16, torch.bfloat16) and dst.layout == "page_first":
+        slots = [int(s) for s in a["dst_slots"] if 0 <= s < dst.num_slots]
+        for half in halves(dst):
+            rows = half[slots, layers.start : layers.stop]
+            half[slots, layers.start : layers.stop] = torch.where(rows.isnan(), torch.full_like(rows, torch.nan), rows)
 
 
-@fault(COPY, r"supports said yes, and the (bound|dispatched) call raised")
-def page_head_declared_and_not_there(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        if "page_head" in (a["src"].layout, a["dst"].layout):
-            raise NotImplementedError("page_head")
-        good(**a)
+@calling(COPY, r"dst\.k\[.*never written")
+def rows_cut_to_whole_words(good: Any, **a: Any) -> None:
+    dst = a["dst"]
+    row = dst.planes()[0].chunk_bytes
+    if row % 4 == 0 or dst.layout != "page_first":
+        return good(**a)
+    before = [h.view(torch.uint8).clone() for h in halves(dst)]
+    good(**a)
+    for half, was in zip(halves(dst), before, strict=True):
+        half.view(torch.uint8)[..., row // 4 * 4 :] = was[..., row // 4 * 4 :]
+    return None
 
-    return run
+
+@calling(COPY, r"dst\.k\[\d+\].*expected|dst\.k\[\d+\]: .*changed|dst\.k\[\d+\]\[")
+def layer_list_taken_for_one_tensor(good: Any, **a: Any) -> None:
+    dst = a["dst"]
+    if isinstance(dst.k, tuple) and len(dst.k) > 1:
+        # The second layer's pointer stands for all that follow.
+        a["dst"] = KVPool(
+            [dst.k[0], *[dst.k[1]] * (len(dst.k) - 1)],
+            None if dst.v is None else [dst.v[0], *[dst.v[1]] * (len(dst.k) - 1)],
+        )
+    good(**a)
 
 
-@fault(COPY, r"src\.k.*changed, though the contract does not name it")
-def moves_instead_of_copying(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        good(**a)
-        src = a["src"]
-        for slot in (int(s) for s in a["src_slots"] if 0 <= s < src.num_slots):
-            if src.layout == "layer_first" and not isinstance(src.k, tuple):
-                src.k.view(torch.uint8)[:, slot] = 0
+@calling(COPY, r"supports said yes, and the (bound|dispatched) call raised")
+def page_head_declared_and_not_there(good: Any, **a: Any) -> None:
+    if "page_head" in (a["src"].layout, a["dst"].layout):
+        raise NotImplementedError("page_head")
+    good(**a)
 
-    return run
+
+@calling(COPY, r"src\.k.*changed, though the contract does not name it")
+def moves_instead_of_copying(good: Any, **a: Any) -> None:
+    good(**a)
+    src = a["src"]
+    for slot in (int(s) for s in a["src_slots"] if 0 <= s < src.num_slots):
+        if src.layout == "layer_first" and not isinstance(src.k, tuple):
+            src.k.view(torch.uint8)[:, slot] = 0
 
 
 @fault(COPY, r"race between threads", "threads")
@@ -210,15 +166,11 @@ def transfer_staging_shared_between_threads(good: Any) -> Any:
     return run
 
 
-@fault(COPY, r"dst\.k.*(never written|expected)|died", "large", dies=True)
-def transfer_offset_in_32_bits(good: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        a = get_spec(COPY).bind(*args, **kwargs)
-        stride = a["dst"].planes()[0].token_stride
-        fits = (a["dst_slots"] >= 0) & (a["dst_slots"] < 2**20) & (a["dst_slots"] * stride < 2**31)
-        good(**{**a, "dst_slots": torch.where(fits, a["dst_slots"], -1)})
-
-    return run
+@calling(COPY, r"dst\.k.*(never written|expected)|died", "large", dies=True)
+def transfer_offset_in_32_bits(good: Any, **a: Any) -> None:
+    stride = a["dst"].planes()[0].token_stride
+    fits = (a["dst_slots"] >= 0) & (a["dst_slots"] < 2**20) & (a["dst_slots"] * stride < 2**31)
+    good(**{**a, "dst_slots": torch.where(fits, a["dst_slots"], -1)})
 
 
 @fault(COPY, r"dst\.k.*never written")
