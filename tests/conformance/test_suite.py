@@ -53,7 +53,10 @@ def test_no_case_passes_against_an_empty_function(op: str) -> None:
         return None
 
     target = DirectTarget({op: Bound(nothing, always, "nothing")})
-    for case in cases_of(get_spec(op)):
+    cases = cases_of(get_spec(op))
+    if not os.environ.get("CI_ALL"):  # of those that differ by their inputs alone, one
+        cases = [*{(c.proof, c.tag, "" if c.sample or c.proof == "fresh" else c.name): c for c in cases}.values()]
+    for case in cases:
         result = run_case(case, target, get_spec(op), examples=5)
         expected = (FAILED, NOT_APPLICABLE) if case.proof in (*DEVICE_PROOFS, "placement") else (FAILED,)
         assert result.outcome in expected, f"{case.id}: {result.outcome} {result.reason}"
@@ -141,21 +144,18 @@ def hostile(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {},
-        {"PYTEST_ADDOPTS": "--co"},
-        {"PYTEST_ADDOPTS": "-p no:python", "PYTHONWARNINGS": "ignore"},
-        {"PYTHONOPTIMIZE": "2"},
-    ],
-)
-def test_no_configuration_saves_a_wrong_backend(hostile: Path, env: dict[str, str]) -> None:
+def test_no_configuration_saves_a_wrong_backend_and_a_failing_example_runs_by_itself(hostile: Path) -> None:
     args = ["-m", "hal", "conformance", "mine", "--import", "mine", "--op", "get_last_loc", "--report", "out"]
-    got = run(args, hostile, **env)
+    saving = {"PYTEST_ADDOPTS": "--co -p no:python", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "2"}
+    got = run(args, hostile, **saving)
     assert got.returncode == 1, got.stdout + got.stderr
-    cases = json.loads((hostile / "out/report.json").read_text())["cases"]
-    assert sum(c["outcome"] == FAILED for c in cases) > 20
+    cases = {c["id"]: c for c in json.loads((hostile / "out/report.json").read_text())["cases"]}
+    assert sum(c["outcome"] == FAILED for c in cases.values()) > 20
+    for case in ("get_last_loc/ragged/all", "get_last_loc/pages/i64-i64"):
+        got = run(["-c", cases[case]["snippet"]], hostile)
+        assert got.returncode == 1
+        assert "AssertionError: " in got.stderr
+        assert "return" in got.stderr
 
 
 @pytest.mark.parametrize(
@@ -188,17 +188,6 @@ def test_several_jobs_say_what_one_says() -> None:
     assert {r.id: r.outcome for r in one.results.values()} == {r.id: r.outcome for r in three.results.values()}
     assert set(three.results) == {c.id for c in cases}
     assert (one.device, one.declared) == (three.device, three.declared)
-
-
-def test_a_failing_example_runs_by_itself(hostile: Path) -> None:
-    args = ["-m", "hal", "conformance", "mine", "--import", "mine", "--op", "get_last_loc", "--report", "out"]
-    run(args, hostile)
-    cases = {c["id"]: c for c in json.loads((hostile / "out/report.json").read_text())["cases"]}
-    for case in ("get_last_loc/ragged/all", "get_last_loc/pages/i64-i64"):
-        got = run(["-c", cases[case]["snippet"]], hostile)
-        assert got.returncode == 1
-        assert "AssertionError: " in got.stderr
-        assert "return" in got.stderr
 
 
 # --- under pytest -----------------------------------------------------------------------------------
