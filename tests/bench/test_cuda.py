@@ -139,9 +139,7 @@ def test_a_case_or_a_table_that_breaks_stops_no_other(
     ]  # fmt: skip
 
 
-machine = {
-    "cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": "",
-}  # fmt: skip
+machine = {"cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": ""}
 
 
 @pytest.mark.usefixtures("tables")
@@ -159,9 +157,7 @@ def test_inputs_that_change_nothing_are_refused() -> None:
 
 def test_a_launch_that_is_not_programmatic_does_the_same(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tables["programmatic_launch"](True)
-    assert [r["of"] for r in rows] == [
-        "get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write",
-    ]  # fmt: skip
+    assert [r["of"] for r in rows] == ["get_last_loc", "assign_extend_cache_locs", "compute_positions", "rope_kv_write"]
     assert all(set(r["device_us"]) == {"hal", "without"} for r in rows)
     out = torch.empty(4, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
@@ -200,9 +196,7 @@ def test_decode_by_block_table(tables: Tables, bs: int, keys: int, monkeypatch: 
     monkeypatch.setattr(block_table, "BLOCK_SIZES", (bs,))
     monkeypatch.setattr(block_table, "BLOCK_KEYS", (keys,))
     (row,) = tables["decode_by_block_table"](False)
-    assert row["step_us"] == {
-        "slots": 32 * 3.0 + 2.0, "blocks, page": 32 * 4.0, "blocks, lane": 32 * 5.0
-    }  # fmt: skip
+    assert row["step_us"] == {"slots": 32 * 3.0 + 2.0, "blocks, page": 32 * 4.0, "blocks, lane": 32 * 5.0}
 
 
 def test_a_wrong_variant_is_not_timed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

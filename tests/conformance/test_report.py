@@ -109,8 +109,9 @@ def test_the_report_has_the_shape_of_its_schema(report: dict[str, Any]) -> None:
     schema = json.loads((ROOT / "hal/conformance/report.schema.json").read_text())
     assert misfits(report, schema) == []
     assert misfits({**report, "lane": "moon", "more": 1}, schema) == [
-        "$: extra more", "$.lane: expected one of device, emulated, interpreter, lowered, got 'moon'",
-    ]  # fmt: skip
+        "$: extra more",
+        "$.lane: expected one of device, emulated, interpreter, lowered, got 'moon'",
+    ]
 
 
 def test_a_consistent_report_verifies(report: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -165,5 +165,6 @@ def test_explain_names_the_layer() -> None:
         m.setattr(hal, "decode_attention", listen)
         generate(model, prompts(), 2)
     assert [t.splitlines()[-1] for t in told] == [
-        "  asked by transformers: layer 0 (LlamaAttention)", "  asked by transformers: layer 1 (LlamaAttention)",
-    ]  # fmt: skip
+        "  asked by transformers: layer 0 (LlamaAttention)",
+        "  asked by transformers: layer 1 (LlamaAttention)",
+    ]

@@ -46,7 +46,7 @@ class Driver:
         """How many arguments to look at; by the function, where there are several."""
         start = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-        )  # fmt: skip
+        )
         where = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
         capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
         self.functions = start(self.start), where(self.where), capturing(self.asked)

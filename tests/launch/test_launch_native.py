@@ -17,9 +17,10 @@ DTYPES = (
     torch.float8_e5m2, torch.bool,
 )  # fmt: skip
 TENSORS = st.builds(
-    lambda offset, dtype: BASE[offset : offset + 64].view(dtype), st.sampled_from([0, 8, 16, 24, 512]),
+    lambda offset, dtype: BASE[offset : offset + 64].view(dtype),
+    st.sampled_from([0, 8, 16, 24, 512]),
     st.sampled_from(DTYPES),
-)  # fmt: skip
+)
 INTS = st.one_of(
     st.sampled_from([0, 1, 2, 15, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1,
                      2**63 - 1, 2**63, 2**64 - 16]),
@@ -82,7 +83,7 @@ WIDTHS = [(BASE, BASE, n, 5) for n in (3, 2**31 - 1, FAR, 2**63 + 5, 7, -(2**31)
         (typed, ("a", "n", "x"), [(BASE, n, 4) for n in (1, 16, 5, 2**31 + 1, -1)], [0, 0, 0, 0, 0]),
     ],
     ids=["alignment", "which pointer", "kinds", "frozen width", "width", "annotated"],
-)  # fmt: skip
+)
 def test_which_arguments_share_a_binary(
     helper: Any, fn: Any, frozen: tuple[str, ...], calls: list[tuple[Any, ...]], binaries: list[int]
 ) -> None:

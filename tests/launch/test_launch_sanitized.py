@@ -49,7 +49,7 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     libraries = [
         subprocess.run([str(GCC), f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip()
         for n in ("libasan.so", "libubsan.so")
-    ]  # fmt: skip
+    ]
     if not all(os.path.isabs(x) for x in libraries):
         pytest.skip("gcc has no sanitizers here")
     helper = built(tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -125,7 +125,7 @@ def test_a_warm_call_starts_what_the_first_one_did(rig: Rig) -> None:
         (A, B, 0.5, None),
     ],
     ids=["stride", "size", "alignment", "dtype", "rank", "alias", "sign", "zero", "int", "value", "bool", "none"],
-)  # fmt: skip
+)
 def test_what_a_plan_may_depend_on_is_in_both_keys(rig: Rig, other: tuple[Any, ...]) -> None:
     base = (A, B, 0.5, 3)
     assert key_of(base) != key_of(other)
