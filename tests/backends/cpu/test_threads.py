@@ -256,8 +256,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-@either
-def test_four_threads_at_once() -> None:
+def _four_threads_at_once() -> None:
     failed: list[str] = []
 
     def work(seed: int) -> None:
@@ -277,8 +276,8 @@ def test_four_threads_at_once() -> None:
 
 
 @either
-def test_two_threads_then_fork_then_a_call_in_the_child() -> None:
-    test_four_threads_at_once()
+def test_four_threads_at_once_then_fork_then_a_call_in_the_child() -> None:
+    _four_threads_at_once()
     assert pool.openmp or pool._pool.threads
     # Made, and judged, here: torch's own OpenMP threads do not survive a fork, so that its larger ops hang.
     rope, s = ours("rope_kv_write"), get_spec("rope_kv_write")
@@ -335,6 +334,6 @@ a = get_spec("rope_kv_write").make(n=2000, slots=2048, q_heads=8, kv_heads=2, he
 for _ in range(20):
     rope_kv_write(**a)
 """
-    for _ in range(3):
+    for _ in range(3 if os.environ.get("CI_ALL") else 1):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
         assert (done.returncode, done.stderr) == (0, "")
