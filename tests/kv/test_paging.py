@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
+
 import torch
 
+from hal.kv import paging
 from hal.kv.paging import list_keys, runs
+
+
+def test_its_examples_run() -> None:
+    failed, tried = doctest.testmod(paging)
+    assert tried > failed == 0
 
 
 def test_runs_are_requests_where_all_keys_are_there() -> None:
