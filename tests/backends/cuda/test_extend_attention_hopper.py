@@ -41,7 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
 CI_ALL = os.environ.get("CI_ALL")
-"""Else one form of each other size of heads, that of the most registers."""
+"""Else one form of each size of heads, that of the most registers."""
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
@@ -109,7 +109,7 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
-    [(*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL or dims == (128, 128) else LITTLE[2:3])],
+    [(*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL else LITTLE[2:3])],
 )
 def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import inspect

@@ -15,7 +15,7 @@ CUDA = torch.cuda.is_available()
 @pytest.mark.skipif(
     not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
 )
-@pytest.mark.parametrize("bs", [256, 257, 512, 513, 2000])
+@pytest.mark.parametrize("bs", [256, 257, 512, 513, 2000] if CUDA or os.environ.get("CI_ALL") else [257, 513])
 def test_assign_at_the_sizes_where_its_launch_changes(bs: int) -> None:
     from hal.backends.cuda.assign_extend_cache_locs import assign_extend_cache_locs as fn
 
