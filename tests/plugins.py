@@ -95,6 +95,18 @@ class Plugins:
         hal.reload()
 
 
+def hal_command(monkeypatch: pytest.MonkeyPatch, *args: str, columns: int | None = None) -> int:
+    """`hal` in this process; its exit code."""
+    from hal import cli
+
+    monkeypatch.setattr(sys, "argv", ["hal", *args])
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    return int(e.value.code or 0)
+
+
 def forget_table() -> None:
     """As before anybody needed the table."""
     live.table = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugins import Plugins, manifest
+from plugins import Plugins, hal_command, manifest
 
 import hal
 from hal import _doctor, _tools, cli
@@ -22,13 +23,7 @@ ROOT = Path(hal.__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    """`hal` in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["hal", *args])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as e:
-        cli.main()
-    return int(e.value.code or 0)
+run = functools.partial(hal_command, columns=200)
 
 
 def test_as_a_module() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plugins import Plugins, manifest
+from plugins import hal_command as run
 from rich.console import Console
 
 import hal
@@ -25,13 +26,6 @@ from hal.ops import BUILTIN
 
 pytestmark = pytest.mark.usefixtures("fresh")
 ARGS = torch.tensor([[7, 8]], dtype=torch.int32), torch.tensor([0]), torch.tensor([2])
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hal", *args])
-    with pytest.raises(SystemExit) as e:
-        cli.main()
-    return int(e.value.code or 0)
 
 
 # --- tables -----------------------------------------------------------------------------------------

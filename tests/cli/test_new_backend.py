@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from plugins import Plugins
+from plugins import hal_command as run
 
 import hal
-from hal import _scaffold, cli
+from hal import _scaffold
 from hal.conformance import main
 from hal.conformance._cases import cases_of
 from hal.conformance._run import run_backend
@@ -31,13 +32,6 @@ FILLED = """
     found = req_to_token[torch.where(ok, request, 0), torch.where(ok, length, 1) - 1]
     return torch.where(ok, found, -1).to(prefix_lens.dtype)
 """
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hal", "new-backend", *args])
-    with pytest.raises(SystemExit) as e:
-        cli.main()
-    return int(e.value.code or 0)
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def test_what_it_refuses(
 ) -> None:
     (here / "full").mkdir()
     (here / "full/file").write_text("mine")
-    assert run(monkeypatch, *args) == 2
+    assert run(monkeypatch, "new-backend", *args) == 2
     assert says in capsys.readouterr().err
     assert [p.name for p in here.iterdir()] == ["full"]
     assert (here / "full/file").read_text() == "mine"
@@ -96,7 +90,7 @@ def test_what_it_refuses(
 def test_from_nothing_to_a_green_op(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plugins: Plugins
 ) -> None:
-    assert run(monkeypatch, "acme", "--op", "get_last_loc", "--op", "kv_write") == 0
+    assert run(monkeypatch, "new-backend", "acme", "--op", "get_last_loc", "--op", "kv_write") == 0
     said = capsys.readouterr().out
     assert "cd hal-backend-acme && pip install -e ." in said
     assert "hal conformance acme --op get_last_loc" in said

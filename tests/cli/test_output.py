@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugins import Plugins, forget_table, manifest
+from plugins import Plugins, forget_table, hal_command, manifest
 
 import hal
 from hal import cli
@@ -45,13 +46,7 @@ def hal_(folder: Path, *args: str, **more: str) -> subprocess.CompletedProcess[s
     return python(folder, "-m", "hal", *args, **more)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    """`hal` in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["hal", *args])
-    monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as e:
-        cli.main()
-    return int(e.value.code or 0)
+run = functools.partial(hal_command, columns=300)
 
 
 @pytest.mark.parametrize(
