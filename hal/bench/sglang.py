@@ -75,6 +75,7 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     engine = _engine(attention, options, folder)
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["attention"] = engine.get_server_info()["attention_backend"]
+    print(f"{attention}: started, {found['start_s']} s", file=sys.stderr, flush=True)
     yield found
     vocabulary = SHAPES[options.shape]["vocab_size"]
 
