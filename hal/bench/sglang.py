@@ -35,6 +35,7 @@ class Options:
     """What is run: as `hal.bench.vllm.Options`.
 
     Attributes:
+        seconds: of an engine, from when it has started: SGLang's first start compiles its kernels for a minute or more.
         memory: SGLang's mem_fraction_static.
         settings: more of ``Engine(...)``.
     """
@@ -75,6 +76,8 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     engine = _engine(attention, options, folder)
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["attention"] = engine.get_server_info()["attention_backend"]
+    print(f"{attention}: started, {found['start_s']} s", file=sys.stderr, flush=True)
+    begin = time.perf_counter()
     yield found
     vocabulary = SHAPES[options.shape]["vocab_size"]
 
