@@ -1,7 +1,8 @@
 """``hal bench link``: a `Link` between two processes, beside NIXL alone with the same bytes, in one run.
 
 `plain` writes pages that are in staging memory already to the other: what NIXL does at best. `link` is all of it: rows
-packed, written, notified, unpacked and acknowledged. The rows are compared first.
+packed, written, notified, unpacked and acknowledged. The rows are compared first. `steps` says when each of these
+was over.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import hal
-from hal.engines.nixl import Link, Peer, wait
+from hal.engines.nixl import Link, Peer, Transfer, wait
 
 ROW = (8, 128)
 """Of Llama-3.1-8B: KV heads and their size; bf16."""
@@ -35,6 +36,7 @@ def _receive(pipe: Connection, tokens: int, layers: int, layout: str, device: st
         pipe.send(link.address)
         wait(link.accept())
         slots = torch.arange(tokens, dtype=torch.int64, device="cpu")
+        received: Transfer | None = None
         while True:
             if not pipe.poll():
                 link.poll()
@@ -45,8 +47,10 @@ def _receive(pipe: Connection, tokens: int, layers: int, layout: str, device: st
             if asked == "rows":
                 pipe.send([half[:64].cpu().float().reshape(64, -1).sum(1).tolist()
                            for half in _rows(link.pool) if half is not None])  # fmt: skip
+            elif asked == "steps":
+                pipe.send(received.steps if received else {})
             else:
-                link.receive(asked, slots)
+                received = link.receive(asked, slots)
 
 
 def _rows(pool: hal.KVPool) -> list[torch.Tensor]:
@@ -66,6 +70,15 @@ def _plain(link: Link, peer: Peer, tokens: int) -> float:
     return seconds
 
 
+def _steps(sent: Transfer, received: dict[str, float]) -> dict[str, float]:
+    """When each step was over, in seconds after it began: both processes have one clock."""
+    names = {"packed": "packed", "posted": "begun to write", "written": "written", "acknowledged": "done"}
+    at = {name: sent.steps[of] for name, of in names.items()}
+    at |= {"arrived": received["arrived"], "unpacked": received["done"]}
+    begin = sent.steps["asked for"]
+    return {name: t - begin for name, t in sorted(at.items(), key=lambda item: item[1])}
+
+
 def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> dict[str, Any]:
     """GB/s of both, medians of `rounds`, interleaved.
 
@@ -82,6 +95,7 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> 
         t.copy_(torch.randn(t.shape, dtype=torch.float32, device=t.device))
     slots = torch.arange(tokens, dtype=torch.int64, device="cpu")
     found: dict[str, list[float]] = {"plain": [], "link": []}
+    steps: dict[str, list[float]] = {}
     try:
         with Link(pool, model="bench", staging=tokens) as link:
             peer = link.connect(pipe.recv())
@@ -104,8 +118,12 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> 
                     )
                     if got != want:
                         raise hal.HalError("hal: bench link: the rows came otherwise than they were sent")
+                pipe.send("steps")
+                over = _steps(sent, pipe.recv())
                 plain = _plain(link, peer, tokens)
                 if i:
+                    for name, at in over.items():
+                        steps.setdefault(name, []).append(at)
                     found["link"].append(seconds)
                     found["plain"].append(plain)
             pipe.send(None)
@@ -118,6 +136,7 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> 
         "device": device, "to": layout, "bytes": size, "tokens": tokens, "layers": layers,
         **{f"{name} GB/s": rate for name, rate in rates.items()},
         "link / plain": rates["link"] / rates["plain"],
+        "steps, ms": {name: statistics.median(times) * 1e3 for name, times in steps.items()},
     }  # fmt: skip
 
 
@@ -132,4 +151,5 @@ def main(device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> i
     for r in rows:
         print(f"{r['device']:<7}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
               f"{r['link GB/s']:>12.3f}{r['link / plain']:>14.3f}")  # fmt: skip
+        print("  over after: " + ", ".join(f"{name} {ms:.2f}" for name, ms in r["steps, ms"].items()) + " ms")
     return 0

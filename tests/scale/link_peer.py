@@ -50,7 +50,7 @@ def break_off(link: Link, keep: int) -> None:
     """The next write ends in the middle, without a notification: this process is killed when `keep` bytes are there."""
     nixl = link.agent.nixl
 
-    def write(here: Any, there: Any, memory: str, to: str, token: str) -> None:
+    def write(here: Any, there: Any, memory: str, to: str, token: str, of: int) -> None:
         halves = [[(int(rows[0][0]), keep, int(rows[0][2]))] for rows in (here, there)]
         src, dst = (nixl.get_xfer_descs(half, "DRAM") for half in halves)
         handle = nixl.initialize_xfer("WRITE", src, dst, to)

@@ -68,6 +68,8 @@ def main(make: Callable[[dict[str, Any]], Any], answer: Callable[[Any, dict[str,
             child.start()
             theirs.close()
             found = {"pid": child.pid}
+        elif "heard" in asked:
+            found = {"heard": pipes[name].poll(asked["heard"])}
         elif "hear" in asked:
             try:
                 found = pipes[name].recv()
@@ -120,6 +122,11 @@ class Engine:
     def hear(self) -> dict[str, Any]:
         found = self.served.tell(self.name, hear=True)
         assert "error" not in found, found["traceback"] + self.served.log.read_text()[-4000:]
+        return found
+
+    def heard(self, seconds: float) -> bool:
+        """Whether an answer comes within them."""
+        found: bool = self.served.tell(self.name, heard=seconds)["heard"]
         return found
 
     def tell(self, **what: Any) -> None:

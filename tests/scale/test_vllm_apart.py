@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +97,81 @@ def test_two_processes_prefill_and_one_decodes() -> None:
     check("llama-gqa")
 
 
-def test_the_prefill_dies_before_it_is_read() -> None:
+@functools.cache
+def promised(n: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """The last `n` prompts, and what the prefill says of where their keys and values are."""
+    given = prompts("llama-gqa")[-n:]
+    return given, engines("llama-gqa")[0].ask(prompts=given, new=1, kv=[PREFILL] * n)["kv"]
+
+
+def refused(**changed: Any) -> None:
+    """A request whose KV can't be had ends with an error, and holds nothing."""
+    given, kv = promised(1)
+    found = engines("llama-gqa")[1].ask(prompts=given, kv=[{**kv[0], **changed}])
+    assert found["finish"] == ["error"], found
+    assert found["free"] == run("llama-gqa")[2]["free"]
+
+
+def test_nobody_listens_where_the_kv_is_said_to_be() -> None:
+    refused(remote_engine_id="nobody", remote_port=served.free_port())
+
+
+def test_another_engine_listens_there() -> None:
+    refused(remote_engine_id="another")
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The port of a prefill of another version, model, dtype or attention backend: vLLM makes a hash of these."""
+    import msgspec
+    import zmq
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            who, empty, _ = sock.recv_multipart()
+            said = msgspec.msgpack.encode(NixlHandshakePayload("another", b""))
+            sock.send_multipart([who, empty, said, msgspec.msgpack.encode(time.perf_counter())])
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield port
+        thread.join(60)
+        assert not thread.is_alive(), "nobody asked"
+
+
+def test_versions_or_layouts_differ(stranger: int) -> None:
+    refused(remote_engine_id="stranger", remote_port=stranger)
+    said = worker().log.read_text()
+    assert "NIXL compatibility hash mismatch" in said
+
+
+def test_the_decodes_pool_is_full() -> None:
+    """Four requests of a quarter of the pool and a little more: the last waits, and none is wrong."""
     prefill, decode = engines("llama-gqa")
-    alone = run("llama-gqa")[2]
-    given = prompts("llama-gqa")[-2:]
-    promised = prefill.ask(prompts=given, new=1, kv=[PREFILL] * 2)["kv"]
+    given = rounds.prompts((241, 242, 243, 240), seed=8)
+    kv = prefill.ask(prompts=given, new=1, kv=[PREFILL] * 4)["kv"]
+    found = decode.ask(prompts=given, kv=kv)
+    assert found["finish"] == ["length"] * 4
+    assert found["tokens"] == vllm_models.generate(models()["llama-gqa"], given, 12)
+    assert found["free"] == run("llama-gqa")[2]["free"] < 4 * 16
+
+
+def test_the_prefill_dies_while_it_sends() -> None:
+    prefill, decode = engines("llama-gqa")
+    given, kv = promised(2)
+    os.killpg(prefill.pid, signal.SIGSTOP)  # reads of its memory begin, and do not end
+    decode.tell(prompts=given, kv=kv)
+    assert not decode.heard(2)
     prefill.kill()
-    found = decode.ask(prompts=given, kv=promised)
+    found = decode.hear()
     assert found["finish"] == ["error"] * 2, found
-    assert found["free"] == alone["free"]
-    # It goes on by itself.
-    assert decode.ask(prompts=given)["tokens"] == alone["tokens"][-2:]
+    assert found["free"] == run("llama-gqa")[2]["free"]
+    # Another, of the same dead prefill; and then it goes on by itself.
+    assert decode.ask(prompts=given[:1], kv=kv[:1])["finish"] == ["error"]
+    assert decode.ask(prompts=given)["tokens"] == run("llama-gqa")[2]["tokens"][-2:]
     decode.kill()
 
 

@@ -71,12 +71,16 @@ class Agent:
         except Exception:  # it is gone either way, and NIXL has no class of its errors
             return
 
-    def write(self, here: Any, there: Any, memory: str, to: str, token: str) -> Any:
-        """Begins to write; `to` is notified after the last byte. Returns a handle for `moving`."""
+    def write(self, here: Any, there: Any, memory: str, to: str, token: str, of: int = 1) -> Any:
+        """Begins to write; `to` is notified after the last byte. Returns a handle for `moving`.
+
+        Args:
+            of: how many writes there are for this token: writes do not overtake one another by NIXL's word.
+        """
         src = self.nixl.get_xfer_descs(here, self.wire.memory)
         dst = self.nixl.get_xfer_descs(there, memory)
         try:
-            handle = self.nixl.initialize_xfer("WRITE", src, dst, to, (PREFIX + token).encode())
+            handle = self.nixl.initialize_xfer("WRITE", src, dst, to, f"{PREFIX}{token}/{of}".encode())
             state = self.nixl.transfer(handle)
         except Exception as e:
             raise LinkError(f"hal: link: NIXL can't write to {to}: {e}") from e
@@ -111,14 +115,15 @@ class Agent:
         for handle in left:
             self.release(handle)
 
-    def notifications(self) -> list[tuple[str, str]]:
-        """(who wrote, the token) of each write that is complete."""
+    def notifications(self) -> list[tuple[str, str, int]]:
+        """(who wrote, the token, of how many writes) of each write that is complete."""
         found = []
         for name, messages in self.nixl.get_new_notifs().items():
             for m in messages:
                 text = m.decode(errors="replace")
-                if text.startswith(PREFIX):
-                    found.append((name, text[len(PREFIX) :]))
+                token, _, of = text.removeprefix(PREFIX).partition("/")
+                if text.startswith(PREFIX) and of.isdecimal():
+                    found.append((name, token, int(of)))
         return found
 
     def close(self) -> None:

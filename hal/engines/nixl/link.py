@@ -162,11 +162,12 @@ class Link:
                 raise LinkError(refused)
             self.generations.check(found.slots, request)
             found.staged = self.wire.take(found.tokens, request)
-            self.wire.pack(found.slots.slots, found.staged)
+            found.packed.extend(self.wire.pack(found.slots.slots, found.staged))
         except Exception as e:
             found.fail(e)
             raise
         found.offer()
+        found.ready()
         return found
 
     def receive(self, request: str, slots: Tensor | Stamped, of: Iterable[Peer] | None = None) -> Transfer:
@@ -247,12 +248,12 @@ class Link:
         """Goes on with everything, without waiting. Returns the transfers that ended since the last call."""
         if self.closed:
             raise LinkError("hal: link: this link is closed")
-        for name, token in self.agent.notifications():
+        for name, token, of in self.agent.notifications():
             found = self._tokens.get(token)
-            if found is not None and found.open[token].name == name:
+            if found is not None and found.open[token].name == name and found.written(token, of):
                 self.shut(token, arrived=True)
         self._peers.poll()
-        for found in [t for t in self._active.values() if t.handle is not None]:
+        for found in [t for t in self._active.values() if t.handles]:
             found.look()
         self.agent.sweep()
         now = time.monotonic()

@@ -17,7 +17,7 @@ from hal.engines.nixl.errors import LinkError
 if TYPE_CHECKING:
     from hal.engines.nixl.link import Link
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages; links of another do not understand one another."""
 
 

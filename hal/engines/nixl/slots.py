@@ -31,6 +31,7 @@ class Generations:
     def __init__(self, pool: KVPool) -> None:
         self.num_slots, self.page_size = pool.num_slots, pool.page_size
         self.counts = _host.zeros(-(-pool.num_slots // pool.page_size), dtype=torch.int64)
+        self._place = _host.zeros(pool.num_slots, dtype=torch.int64)
 
     def stamp(self, slots: Tensor | Stamped) -> Stamped:
         """Raises:
@@ -45,7 +46,10 @@ class Generations:
         if not len(slots) or int(slots.min()) < 0 or int(slots.max()) >= self.num_slots:
             expected = f"one slot or more, each in [0, {self.num_slots})"
             raise ArgumentError("Link", "slots", expected, str(slots.tolist()[:8]))
-        if len(set(slots.tolist())) != len(slots):
+        # Of two that are the same, the one that is written here last is not the other.
+        places = _host.arange(len(slots))
+        self._place[slots] = places
+        if not torch.equal(self._place[slots], places):
             raise ArgumentError("Link", "slots", "each slot once", str(slots.tolist()[:8]))
         return Stamped(slots.clone(), self.counts[slots // self.page_size])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from hal.engines.nixl.slots import Stamped
 if TYPE_CHECKING:
     from hal.engines.nixl.link import Link
     from hal.engines.nixl.peers import Peer
+    from hal.engines.nixl.wire import Piece
 
 
 class Transfer:
@@ -24,6 +27,8 @@ class Transfer:
         kind: ``send`` or ``receive``.
         tokens: how many.
         done: all of it is in the receiver's pool. So says the sender's too, when the receiver has said so.
+        steps: when each step was over, in seconds of `time.perf_counter`: ``asked for``; of a send ``packed``, ``begun
+            to write``, ``written``; of a receive ``arrived``; ``done``.
         error: why it failed, or None. Then nothing of it is in the receiver's pool.
     """
 
@@ -35,7 +40,12 @@ class Transfer:
         self.staged: Tensor | None = None
         self.open: dict[str, Peer] = {}
         """Of what is received: who may still write, by token."""
-        self.handle: Any = None
+        self.arrived: Counter[str] = Counter()
+        """How many of their writes have come, by token."""
+        self.packed: list[Piece] = []
+        self.handles: list[Any] = []
+        self.steps: dict[str, float] = {}
+        self.step("asked for")
         self.came: list[tuple[str, Peer]] = []
 
     @property
@@ -46,13 +56,17 @@ class Transfer:
         state = "done" if self.done else "failed" if self.error is not None else "under way"
         return f"Transfer({self.kind} {self.request}, {self.tokens} tokens, {state})"
 
+    def step(self, name: str) -> None:
+        self.steps[name] = time.perf_counter()
+
     def _free(self) -> None:
         if self.staged is not None:
-            self.link.wire.allocator.free(self.staged)
+            self.link.wire.free(self.staged)
             self.staged = None
 
     def _finish(self) -> None:
         self.done = True
+        self.step("done")
         self.link._end(self)
 
     def fail(self, why: Exception | str, tell: Iterable[Peer] | None = None) -> None:
@@ -68,9 +82,8 @@ class Transfer:
         self.link._end(self)
         if self.kind == "send":
             assert self.peer is not None
-            if self.handle is not None:
-                self.link.agent.release(self.handle)
-                self.handle = None
+            self._release()
+            self.ready()
             # Only read: what is still sent from it will never be complete.
             self._free()
             for peer in (self.peer,) if tell is None else tell:
@@ -105,29 +118,46 @@ class Transfer:
             return
         start, stop = want["heads"]
         there = self.peer.wire
-        here, to = wire.descriptors(
-            wire.pages(self.staged), start - self.link.heads.start, there, want["pages"],
-            start - self.peer.heads.start, stop - start,
-        )  # fmt: skip
+        pages, token = wire.pages(self.staged), want["token"]
         try:
-            self.peer.written.add(want["token"])
-            self.handle = self.link.agent.write(here, to, there["memory"], self.peer.name, want["token"])
+            for piece in self.packed:
+                here, to = wire.descriptors(
+                    pages[piece.pages], start - self.link.heads.start, there, want["pages"][piece.pages],
+                    start - self.peer.heads.start, stop - start,
+                )  # fmt: skip
+                piece.ready()
+                self.peer.written.add(token)
+                self.handles.append(
+                    self.link.agent.write(here, to, there["memory"], self.peer.name, token, len(self.packed))
+                )
         except LinkError as e:
             self.fail(e)
             return
+        self.step("begun to write")
         self.look()
+
+    def ready(self) -> None:
+        """All rows are packed."""
+        for piece in self.packed:
+            piece.ready()
+        self.step("packed")
 
     def look(self) -> None:
         """How far NIXL is."""
         try:
-            if self.link.agent.moving(self.handle):
+            if any(self.link.agent.moving(handle) for handle in self.handles):
                 return
         except LinkError as e:
             self.fail(e)
             return
-        self.link.agent.release(self.handle)
-        self.handle = None
+        self.step("written")
+        self._release()
         self._free()
+
+    def _release(self) -> None:
+        for handle in self.handles:
+            self.link.agent.release(handle)
+        self.handles.clear()
 
     def acknowledged(self) -> None:
         if not self.ended:
@@ -135,6 +165,11 @@ class Transfer:
             self._finish()
 
     # --- the receiver's -------------------------------------------------------------------------------
+
+    def written(self, token: str, of: int) -> bool:
+        """A write for this token, of so many, is complete. Are all?"""
+        self.arrived[token] += 1
+        return self.arrived[token] == of
 
     def shut(self, token: str, arrived: bool) -> None:
         """One of the peers has written all of its part, or never will."""
@@ -151,6 +186,7 @@ class Transfer:
         assert self.staged is not None
         try:
             self.link.generations.check(self.slots, self.request)
+            self.step("arrived")
             self.link.wire.unpack(self.staged, self.slots.slots)
         except Exception as e:
             self.fail(e, tell=[peer for _, peer in self.came])

@@ -6,6 +6,8 @@ each page, whatever the layouts, page sizes and head counts of the two pools.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,28 @@ import hal
 from hal import KVPool, SlotAllocator
 from hal._errors import HalError
 from hal.engines.nixl.errors import LinkFull
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of a request's pages, packed.
+
+    Args:
+        pages: which of them.
+        event: recorded after the last of their rows; None: they are there.
+    """
+
+    pages: slice
+    event: Any = None
+
+    def ready(self) -> None:
+        """Waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+PIECE_BYTES = 64 << 20
+"""Of a GPU's rows that are packed, and then written while the next are packed."""
 
 
 class Wire:
@@ -39,6 +63,7 @@ class Wire:
         v = None if pool.v_row_shape is None else make(pool.v_row_shape)
         self.pool = KVPool(make(pool.row_shape), v, layout="page_head", page_size=page_size)
         self.allocator = SlotAllocator(self.pool.num_slots, page_size)
+        self.pool_bytes = sum(t.numel() * t.element_size() for t in self.pool.tensors)
         self.memory = "DRAM" if pool.device.type == "cpu" else "VRAM"
         self.device_id = pool.device.index or 0
 
@@ -57,20 +82,32 @@ class Wire:
                 "the Link with more staging"
             ) from None
 
-    def pages(self, staged: Tensor) -> list[int]:
-        return [int(s) // self.pool.page_size for s in staged[:: self.pool.page_size]]
+    def free(self, staged: Tensor) -> None:
+        self.allocator.free(staged[:: self.pool.page_size])
 
-    def pack(self, slots: Tensor, staged: Tensor) -> None:
-        """From the pool to the staging memory; when it returns, the rows are there."""
-        hal.kv_transfer(self.of, self.pool, slots, staged)
-        self._settle()
+    def pages(self, staged: Tensor) -> list[int]:
+        found: list[int] = (staged[:: self.pool.page_size] // self.pool.page_size).tolist()
+        return found
+
+    def pack(self, slots: Tensor, staged: Tensor) -> Iterator[Piece]:
+        """From the pool to the staging memory, in the current stream's order: each piece is there once `ready`."""
+        page, n = self.pool.page_size, len(slots)
+        if self.of.device.type != "cuda":
+            hal.kv_transfer(self.of, self.pool, slots, staged)
+            yield Piece(slice(0, -(-n // page)))
+            return
+        each = max(1, PIECE_BYTES // (self.pool_bytes // self.num_pages))
+        for i in range(0, -(-n // page), each):
+            rows = slice(i * page, (i + each) * page)
+            hal.kv_transfer(self.of, self.pool, slots[rows], staged[rows])
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.of.device))
+            yield Piece(slice(i, i + each), event)
 
     def unpack(self, staged: Tensor, slots: Tensor) -> None:
+        """The other way; when it returns, the rows are there."""
         hal.kv_transfer(self.pool, self.of, staged, slots)
-        self._settle()
-
-    def _settle(self) -> None:
-        # The link reads and writes outside the device's order of streams.
+        # The link writes outside the device's order of streams: what comes next must not overtake this.
         if self.of.device.type == "cuda":
             torch.cuda.current_stream(self.of.device).synchronize()
 
