@@ -125,14 +125,13 @@ def stranger() -> Iterator[int]:
     """The port of a prefill of another version, model, dtype or attention backend: vLLM makes a hash of these."""
     import msgspec
     import zmq
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
         port = sock.bind_to_random_port("tcp://127.0.0.1")
 
         def answer() -> None:
             who, empty, _ = sock.recv_multipart()
-            said = msgspec.msgpack.encode(NixlHandshakePayload("another", b""))
+            said = msgspec.msgpack.encode({"compatibility_hash": "another", "agent_metadata_bytes": b""})
             sock.send_multipart([who, empty, said, msgspec.msgpack.encode(time.perf_counter())])
 
         thread = threading.Thread(target=answer, daemon=True)
@@ -148,6 +147,19 @@ def test_versions_or_layouts_differ(stranger: int) -> None:
     assert "NIXL compatibility hash mismatch" in said
 
 
+def test_a_stale_promise_is_refused() -> None:
+    """The same request twice: by then the prefill's blocks are another's, and vLLM's own decode would read those."""
+    prefill, decode = engines("llama-gqa")
+    given = prompts("llama-gqa")[-1:]
+    kv = prefill.ask(prompts=given, new=1, kv=[PREFILL])["kv"]
+    assert decode.ask(prompts=given, kv=kv)["tokens"] == run("llama-gqa")[2]["tokens"][-1:]
+    prefill.ask(prompts=rounds.prompts((250, 251, 252, 249), seed=77), new=1)
+    again = decode.ask(prompts=given, kv=kv)
+    assert again["finish"] == ["error"], again
+    assert again["free"] == run("llama-gqa")[2]["free"]
+    assert "were read already, by request" in worker().log.read_text()
+
+
 def test_the_decodes_pool_is_full() -> None:
     """Four requests of a quarter of the pool and a little more: the last waits, and none is wrong."""
     prefill, decode = engines("llama-gqa")
@@ -161,17 +173,17 @@ def test_the_decodes_pool_is_full() -> None:
 
 def test_the_prefill_dies_while_it_sends() -> None:
     prefill, decode = engines("llama-gqa")
-    given, kv = promised(2)
+    given, kv = promised(3)
     os.killpg(prefill.pid, signal.SIGSTOP)  # reads of its memory begin, and do not end
-    decode.tell(prompts=given, kv=kv)
+    decode.tell(prompts=given[:2], kv=kv[:2])
     assert not decode.heard(2)
     prefill.kill()
     found = decode.hear()
     assert found["finish"] == ["error"] * 2, found
     assert found["free"] == run("llama-gqa")[2]["free"]
     # Another, of the same dead prefill; and then it goes on by itself.
-    assert decode.ask(prompts=given[:1], kv=kv[:1])["finish"] == ["error"]
-    assert decode.ask(prompts=given)["tokens"] == run("llama-gqa")[2]["tokens"][-2:]
+    assert decode.ask(prompts=given[2:], kv=kv[2:])["finish"] == ["error"]
+    assert decode.ask(prompts=given)["tokens"] == run("llama-gqa")[2]["tokens"][-3:]
     decode.kill()
 
 

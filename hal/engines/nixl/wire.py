@@ -100,7 +100,7 @@ class Wire:
         for i in range(0, -(-n // page), each):
             rows = slice(i * page, (i + each) * page)
             hal.kv_transfer(self.of, self.pool, slots[rows], staged[rows])
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.of.device))
             yield Piece(slice(i, i + each), event)
 
