@@ -88,6 +88,24 @@ def test_each_computes_its_own_part() -> None:
     assert kinds == ["d", "e"], found
 
 
+def test_a_room_that_is_used_again_holds_nothing_of_the_first() -> None:
+    """The same number for another prompt: its keys and values are computed and sent anew."""
+    want = both()[1]["tokens"][1:2]
+    prefill, decode, port = engines()
+    for one in (prefill, decode):
+        one.tell(prompts=prompts()[1:2], room=100, port=port)
+    assert prefill.hear()["tokens"] == [t[:1] for t in want]
+    assert decode.hear()["tokens"] == want
+
+
+def test_nobody_listens_where_the_prefill_is_said_to_be() -> None:
+    both()
+    _, decode, _ = engines()
+    found = decode.ask(prompts=prompts()[:1], room=300, port=served.free_port())
+    assert "Decode handshake failed" in found["aborted"], found
+    assert not decode.ask(free=True)["used"]
+
+
 def test_the_prefill_dies_while_its_kv_is_waited_for() -> None:
     both()
     prefill, decode, port = engines()

@@ -33,7 +33,7 @@ def on() -> None:
     @functools.wraps(create)
     def created(*args: Any, **kwargs: Any) -> Any:
         connector = create(*args, **kwargs)
-        worker = getattr(connector, "connector_worker", None)
+        worker: Any = getattr(connector, "connector_worker", None)
         if all(hasattr(worker, name) for name in SEAM) and not worker._bidirectional_kv_xfer_enabled:
             read_once(worker)
         return connector
