@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from hal.engines.nixl.wire import Piece
 
 
+BURST = 64
+"""How often a poll asks NIXL how far a transfer is: a microsecond or two each."""
+
+
 class Transfer:
     """A request that a `Link` sends or receives.
 
@@ -143,9 +147,12 @@ class Transfer:
         self.step("packed")
 
     def look(self) -> None:
-        """How far NIXL is."""
+        """How far NIXL is. UCX goes on with a write only when it is asked: so it is asked often, a short while."""
         try:
-            if any(self.link.agent.moving(handle) for handle in self.handles):
+            for _ in range(BURST):
+                if not any(self.link.agent.moving(handle) for handle in self.handles):
+                    break
+            else:
                 return
         except LinkError as e:
             self.fail(e)
