@@ -31,7 +31,7 @@ class Link:
     """One end: a pool, staging memory beside it, and the peers it is connected to. One thread uses it at a time.
 
     Args:
-        pool: the keys and values; any layout, on the CPU or on a GPU (never run on a GPU so far).
+        pool: the keys and values; any layout, on the CPU or on a GPU.
         model: a name that both ends give; others are refused.
         heads: which KV heads of the model each row holds, in steps of 1; None: all, as without tensor parallelism.
         total_heads: of the model; None: as many as `heads` has.
