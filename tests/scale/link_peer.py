@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hal
-from hal.engines.nixl import Link, LinkError, Peer, Transfer, wait
+from hal.engines.nixl import Link, LinkError, Peer, Transfer, wait, wire
 
 ENVIRONMENT = {
     "HAL_BACKEND": "reference", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal",
@@ -47,10 +47,18 @@ def make(given: dict[str, Any]) -> Link:
 
 
 def break_off(link: Link, keep: int) -> None:
-    """The next write ends in the middle, without a notification: this process is killed when `keep` bytes are there."""
+    """The next write, the last of its request, ends in the middle, without a notification: this process is killed when
+    `keep` bytes of it are there."""
     nixl = link.agent.nixl
 
-    def write(here: Any, there: Any, memory: str, to: str, token: str, of: int) -> None:
+    whole, begun = link.agent.write, 0
+
+    def write(here: Any, there: Any, memory: str, to: str, token: str, of: int) -> Any:
+        nonlocal begun
+        begun += 1
+        return whole(here, there, memory, to, token, of) if begun < of else last(here, there, to)
+
+    def last(here: Any, there: Any, to: str) -> None:
         halves = [[(int(rows[0][0]), keep, int(rows[0][2]))] for rows in (here, there)]
         src, dst = (nixl.get_xfer_descs(half, "DRAM") for half in halves)
         handle = nixl.initialize_xfer("WRITE", src, dst, to)
@@ -67,6 +75,7 @@ def break_off(link: Link, keep: int) -> None:
 
 def serve(pipe: Connection, given: dict[str, Any]) -> None:
     """Answers (name, arguments) by what came of it; an error as its text."""
+    wire.PIECE_BYTES = given.pop("piece", wire.PIECE_BYTES)
     link = make(given)
     found: dict[str, Transfer | Peer] = {}
 

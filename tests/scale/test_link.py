@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed here: the extra nixl")
 
 import torch
-from scale.link_peer import SLOTS, TO, meet, pool, remote_of, rows
+from scale.link_peer import SLOTS, TO, meet, pool, remote_of, rows, until
 
 import hal
 from hal.bench import link as bench
-from hal.engines.nixl import Link, wait
+from hal.engines.nixl import Link, wait, wire
 
 pytestmark = pytest.mark.usefixtures("tcp")
 
@@ -38,6 +38,24 @@ def test_layouts_and_page_sizes_differ(start: Any, src: Any, dst: Any, dtype: st
     assert torch.equal(got, rows(a.pool, SLOTS).view(bits))
     assert got.any()
     assert not rows(b.pool, other).view(bits).any()
+    assert (a.staging_free, b.staging_free) == (64, 64)
+
+
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+def test_in_pieces(start: Any, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """Complete when all of them are; a page each here."""
+    monkeypatch.setattr(wire, "PIECE_BYTES", 1)
+    a, b = start(layout="page_head", seed=1), start(layout="layer_first", page=16)
+    peer = meet(a, b)
+    if first == "sender":
+        sent, received = a.send(peer, "r", torch.tensor(SLOTS)), b.receive("r", torch.tensor(TO))
+    else:
+        received = b.receive("r", torch.tensor(TO))
+        until(a, lambda: "r" in peer.wants)
+        sent = a.send(peer, "r", torch.tensor(SLOTS))
+    wait(sent, received)
+    assert len(sent.packed) == 3
+    assert torch.equal(rows(b.pool, TO), rows(a.pool, SLOTS))
     assert (a.staging_free, b.staging_free) == (64, 64)
 
 

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.usefixtures("tcp")
 # --- a process is killed ------------------------------------------------------------------------------
 
 
-def test_the_sender_dies_while_it_sends(start: Any) -> None:
-    here, there = start(grace=1.0), start(remote=True, seed=5)
+@pytest.mark.parametrize("given", [{}, {"piece": 1}], ids=["at once", "in pieces, the first complete"])
+def test_the_sender_dies_while_it_sends(start: Any, given: dict[str, int]) -> None:
+    here, there = start(grace=1.0), start(remote=True, seed=5, **given)
     remote_of(here, there)
     there.do("break", 3 * 8 * 4 + 20)  # a page is 384 bytes: within a page, and within a row
     received = here.receive("r", torch.tensor(TO))

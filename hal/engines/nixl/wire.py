@@ -39,7 +39,7 @@ class Piece:
 
 
 PIECE_BYTES = 64 << 20
-"""Of a GPU's rows that are packed, and then written while the next are packed."""
+"""Of rows that are packed and then written, on a GPU while the next are packed."""
 
 
 class Wire:
@@ -91,17 +91,15 @@ class Wire:
 
     def pack(self, slots: Tensor, staged: Tensor) -> Iterator[Piece]:
         """From the pool to the staging memory, in the current stream's order: each piece is there once `ready`."""
-        page, n = self.pool.page_size, len(slots)
-        if self.of.device.type != "cuda":
-            hal.kv_transfer(self.of, self.pool, slots, staged)
-            yield Piece(slice(0, -(-n // page)))
-            return
+        page = self.pool.page_size
         each = max(1, PIECE_BYTES // (self.pool_bytes // self.num_pages))
-        for i in range(0, -(-n // page), each):
+        for i in range(0, -(-len(slots) // page), each):
             rows = slice(i * page, (i + each) * page)
             hal.kv_transfer(self.of, self.pool, slots[rows], staged[rows])
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.of.device))
+            event = None
+            if self.of.device.type == "cuda":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(self.of.device))
             yield Piece(slice(i, i + each), event)
 
     def unpack(self, staged: Tensor, slots: Tensor) -> None:
