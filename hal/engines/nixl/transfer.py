@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hal.engines.nixl.wire import Piece
 
 
-BURST = 64
-"""How often a poll asks NIXL how far a transfer is: a microsecond or two each."""
+BURST = 1e-4
+"""Seconds for which a poll asks NIXL how far a transfer is."""
 
 
 class Transfer:
@@ -149,11 +149,10 @@ class Transfer:
     def look(self) -> None:
         """How far NIXL is. UCX goes on with a write only when it is asked: so it is asked often, a short while."""
         try:
-            for _ in range(BURST):
-                if not any(self.link.agent.moving(handle) for handle in self.handles):
-                    break
-            else:
-                return
+            end = time.perf_counter() + BURST
+            while any(self.link.agent.moving(handle) for handle in self.handles):
+                if time.perf_counter() > end:
+                    return
         except LinkError as e:
             self.fail(e)
             return
