@@ -51,8 +51,8 @@ def sgl_kernel() -> Any:
 
     if not hasattr(torch.ops.sgl_kernel, "transfer_kv_per_layer"):
         spec = importlib.util.find_spec("sgl_kernel")
-        major = torch.cuda.get_device_capability()[0]
         for folder in (spec and spec.submodule_search_locations) or ():
+            major = torch.cuda.get_device_capability()[0]
             for library in Path(folder, f"sm{major}0").glob("common_ops.*.so"):
                 torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
     return torch.ops.sgl_kernel if hasattr(torch.ops.sgl_kernel, "transfer_kv_per_layer") else None

@@ -48,6 +48,13 @@ def test_every_op_has_a_table(tables: Tables) -> None:
     }
 
 
+def test_hicache(tables: Tables) -> None:
+    """Both ways and kinds of slots are judged; one page size where it is quick."""
+    rows = tables["hicache"](True)
+    assert len(rows) == 2 * 2 * 2 * 3
+    assert {tuple(row["wall_gbs"]) for row in rows} == {("hal", "hal, slots on the CPU", "memcpy")}
+
+
 @pytest.mark.parametrize("table", PEERS)
 def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hal.bench.cuda.mla.check_forms", lambda: None)
