@@ -51,7 +51,7 @@ def _platform(name: str, path: str) -> str | None:
     try:
         named = os.environ.get("SGLANG_PLATFORM")
         # HAL_ENGINES leaves it to the machine.
-        if named != name and (named or not asked("sglang") or limits.has_npu() != (name == NPU)):
+        if named != name and (named or not switched_on() or limits.has_npu() != (name == NPU)):
             return None
         require("sglang")
         limits.check_machine(name == NPU)

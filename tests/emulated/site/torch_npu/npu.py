@@ -48,8 +48,8 @@ def get_device_name(device_name: Any = None) -> str:
     return "Ascend910B3, emulated"
 
 
-def get_device_properties(device: Any = None) -> Any:
-    return SimpleNamespace(name=get_device_name(device), total_memory=MEMORY)
+def get_device_properties(device_name: Any = None) -> Any:
+    return SimpleNamespace(name=get_device_name(device_name), total_memory=MEMORY)
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
