@@ -57,11 +57,6 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return MEMORY - memory_allocated(device), MEMORY
 
 
-def max_memory_allocated(device: Any = None) -> int:
-    """What there is now: no peak is kept."""
-    return memory_allocated(device)
-
-
 def empty_cache() -> None:
     pass
 
