@@ -83,6 +83,30 @@ def test_a_freed_block_is_the_next_ones_whatever_another_stream_still_does_with_
     assert not out.eq(3).any()
 
 
+def test_a_block_that_another_stream_was_recorded_for_waits_for_it() -> None:
+    t, out = far(3), torch.zeros(64, dtype=torch.int32).pin_memory()
+    side = npu.Stream()
+    with npu.stream(side):
+        out.copy_(t, non_blocking=True)
+    t.record_stream(side)
+    del t
+    npu.default_stream().synchronize()
+    side.synchronize()
+    assert out.eq(3).all()
+
+
+def test_a_forked_process_has_no_device_that_its_parent_has_used() -> None:
+    far(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            far(1)
+        except RuntimeError as e:
+            os._exit(7 if "forked" in str(e) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_pinned_block_that_a_batch_reads_is_not_kept() -> None:
     out = [torch.empty(64, dtype=torch.int32, device="npu")]
     source = torch.full((64,), 5, dtype=torch.int32).pin_memory()

@@ -14,15 +14,15 @@ from hal._errors import HalError
 from hal.engines import asked, require
 
 HERE = "hal.engines.sglang"
-PLATFORM = "hal_cpu"
+PLATFORM, NPU = PLATFORMS = "hal_cpu", "hal_npu"
 
 obstacle: HalError | None = None
 """What is in the way of the platform; its class, `refused.Refused`, raises it."""
 
 
 def switched_on() -> bool:
-    """Is the whole adapter asked for: by ``HAL_ENGINES``, or by SGLang's own ``SGLANG_PLATFORM=hal_cpu``?"""
-    return os.environ.get("SGLANG_PLATFORM") == PLATFORM or (asked("sglang") and not beside_cuda())
+    """Is the whole adapter asked for: by ``HAL_ENGINES``, or by one of `PLATFORMS` in SGLang's ``SGLANG_PLATFORM``?"""
+    return os.environ.get("SGLANG_PLATFORM") in PLATFORMS or (asked("sglang") and not beside_cuda())
 
 
 def beside_cuda() -> bool:
@@ -31,24 +31,39 @@ def beside_cuda() -> bool:
         return False
     import torch
 
-    return torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM
+    return torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") not in PLATFORMS
 
 
 def platform() -> str | None:
-    """The entry point of `sglang.srt.platforms`: the path of its class, or None where it is not asked for."""
+    """The entry point `hal_cpu` of `sglang.srt.platforms`: the path of its class, or None where it is not asked for."""
+    return _platform(PLATFORM, "platform:HalCPU")
+
+
+def platform_npu() -> str | None:
+    """The entry point `hal_npu`, likewise. On a machine without torch_npu it is asked for by SGLANG_PLATFORM alone."""
+    return _platform(NPU, "platform_npu:HalNPU")
+
+
+def _platform(name: str, path: str) -> str | None:
     from hal.engines.sglang import limits, vision
 
     global obstacle
     try:
-        if not switched_on():
+        named = os.environ.get("SGLANG_PLATFORM")
+        # HAL_ENGINES leaves it to the machine.
+        if named != name and (named or not switched_on() or limits.has_npu() != (name == NPU)):
             return None
         require("sglang")
-        limits.check_machine()
+        limits.check_machine(name == NPU)
+        if name == NPU:
+            from hal.engines.sglang.npu import supply
+
+            supply()
     except HalError as e:
         obstacle = e
         return f"{HERE}.refused:Refused"
     vision.declare_operators()
-    return f"{HERE}.platform:HalCPU"
+    return f"{HERE}.{path}"
 
 
 def register() -> None:

@@ -67,7 +67,9 @@ class HalAttention(AttentionBackend):
     def _check(self, runner: Any) -> None:
         args = runner.server_args
         reasons = limits.of_settings(args) + limits.of_model(runner.model, limits.has_trees(args))
-        if self.device.type not in ("cpu", "cuda"):
+        if self.device.type == "npu" and switched_on():
+            reasons += limits.of_npu_model(runner.model)
+        elif self.device.type not in ("cpu", "cuda"):
             reasons.append(f"the device {self.device}")
         expected: tuple[type, ...] = HalMLAPool, HalMHAPool
         if switched_on():

@@ -43,6 +43,30 @@ SPECULATIVE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 """The same of settings beside speculative decoding."""
 
 
+NPU: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("tp_size", (1,), "tensor parallelism"),
+    ("pp_size", (1,), "pipeline parallelism"),
+    ("dp_size", (1,), "data parallelism"),
+    ("ep_size", (1,), "expert parallelism"),
+    ("speculative_algorithm", (None,), "speculative decoding"),
+    ("enable_hierarchical_cache", (False,), "HiCache"),
+    ("disaggregation_mode", ("null",), "disaggregated prefill and decode"),
+    ("quantization", (None,), "quantized weights"),
+    ("kv_cache_dtype", ("auto",), "the KV cache's dtype"),
+    ("enable_lora", (None, False), "LoRA"),
+    ("lora_paths", (None,), "LoRA"),
+    ("enable_mixed_chunk", (False,), "mixed steps"),
+    ("enable_torch_compile", (False,), "torch.compile"),
+    ("enable_memory_saver", (False,), "the memory saver"),
+    ("cpu_offload_gb", (0,), "weights in host memory"),
+    ("model_impl", ("auto", "sglang"), "another implementation of the model"),
+)
+"""What else the platform `hal_npu` does not take: nothing of it has run, on the emulated NPU neither."""
+
+NPU_MODELS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+"""SGLang's models that have run there."""
+
+
 def refusal(reasons: Sequence[str]) -> EngineError:
     return EngineError(
         f"hal: sglang can't run this on hal: {'; '.join(reasons)} — or run it without hal: {ENGINES['sglang'].off()}"
@@ -56,11 +80,24 @@ def has_chains() -> bool:
     return hasattr(SRTPlatform, "get_speculative_cache_locs_fn")
 
 
-def check_machine() -> None:
+def has_npu() -> bool:
+    """Is torch_npu loaded? SGLang takes its own path for NPUs then, whatever platform it has."""
+    return hasattr(torch, "npu")
+
+
+def check_machine(npu: bool) -> None:
     """Raises:
-    EngineError: this is no machine for the platform `hal_cpu`.
+    EngineError: this is no machine for the platform `hal_cpu`, or `hal_npu`.
     """
-    if torch.cuda.is_available() or torch.xpu.is_available() or hasattr(torch, "npu"):
+    if npu:
+        if not has_npu():
+            raise refusal(["the platform hal_npu: torch_npu is not loaded"])
+        if not has_chains():
+            raise refusal(
+                ["the platform hal_npu: this SGLang has no platform for NPUs to build on, 0.5.23 has"]
+            )
+        return
+    if torch.cuda.is_available() or torch.xpu.is_available() or has_npu():
         raise refusal(
             [
                 "the platform hal_cpu beside an accelerator: on CUDA HAL_ENGINES has HiCache's copies, and "
@@ -89,6 +126,18 @@ def of_hicache(args: Any) -> list[str]:
         return []
     unlike = ("enable_hisparse", "enable_page_major_kv_layout", "enable_unified_memory", "kv_cache_dtype")
     return _unlike([s for s in SETTINGS if s[0] in unlike], args)
+
+
+def of_npu(args: Any) -> list[str]:
+    """Reasons against SGLang's settings on the platform `hal_npu`, beside those of `of_settings`."""
+    return [f"on an NPU {why}" for why in _unlike(NPU, args)]
+
+
+def of_npu_model(model: torch.nn.Module) -> list[str]:
+    name = type(model).__name__
+    return (
+        [] if name in NPU_MODELS else [f"on an NPU the model {name}: {', '.join(NPU_MODELS)} have run there"]
+    )
 
 
 def has_trees(args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""SGLang on any CPU, without its own kernels: the platform `hal_cpu`."""
+"""SGLang on any CPU, without its own kernels: the platform `hal_cpu`, and what `hal_npu` has as it has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from hal.engines.sglang import PLATFORM, limits, seams
 
+ATTENTION = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
 
-class HalCPU(CpuDeviceMixin, interface.SRTPlatform):
+
+class OnHal(interface.SRTPlatform):
     """Attention, KV pools, paged allocation and rotary embedding are hal's; all else is SGLang's, in torch."""
 
     _enum = PlatformEnum.OOT
-    device_name = PLATFORM
-    device_type = "cpu"
     if hasattr(interface, "PlatformCapabilities"):
         capabilities = interface.PlatformCapabilities()
 
@@ -27,20 +27,26 @@ class HalCPU(CpuDeviceMixin, interface.SRTPlatform):
         EngineError: the settings ask for what hal lacks, or a seam of the adapter is not in place.
         """
         seams.check()
-        reasons = limits.of_settings(server_args)
+        reasons = self.reasons(server_args)
         # On a CPU SGLang has put a name of its own there before it asks here; 0.5.17 keeps nothing of what was given.
         given = getattr(server_args, "_raw_input", None)
         own = () if given else ("torch_native" if machine() in ("aarch64", "arm64") else "intel_amx",)
         given = given or vars(server_args)
-        for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        for field in ATTENTION:
             if given[field] not in (None, "hal", *own):
                 reasons.append(f"--{field.replace('_', '-')} {given[field]}: all attention is hal's")
         if reasons:
             raise limits.refusal(reasons)
-        server_args.attention_backend = "hal"
+        for field in ATTENTION:
+            if getattr(server_args, field) is not None or field == ATTENTION[0]:
+                setattr(server_args, field, "hal")
         if server_args.disaggregation_mode == "prefill":
             # With it, what was cached is sent after an event of CUDA's.
             server_args.disable_overlap_schedule = True
+
+    def reasons(self, server_args: Any) -> list[str]:
+        """Against the settings."""
+        return limits.of_settings(server_args)
 
     def get_default_attention_backend(self) -> str:
         return "hal"
@@ -78,3 +84,9 @@ class HalCPU(CpuDeviceMixin, interface.SRTPlatform):
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm in limits.ALGORITHMS
+
+
+class HalCPU(CpuDeviceMixin, OnHal):
+    device_name = PLATFORM
+    device_type = "cpu"
+    _enum = PlatformEnum.OOT

@@ -103,7 +103,8 @@ def _install() -> None:
         if name != "hal":
             ATTENTION_BACKENDS[name] = functools.partial(_refuse, name)
     if by_table:
-        slots.ALLOC_FOR_DECODE_FUNCS["cpu"] = allocation.alloc_for_decode
+        for device in ("cpu", "npu"):
+            slots.ALLOC_FOR_DECODE_FUNCS[device] = allocation.alloc_for_decode
     ALLOC_MEMORY_FUNCS["cpu"] = hicache.allocate
     # New and cached tokens are read from the same latent rows: prefill is no other case than decode.
     AttentionBackendRegistry.register("hal", lambda attention, forward_batch: AttnForwardMethod.MLA)

@@ -8,7 +8,10 @@ installed sgl-kernel-npu's Python functions. Both are all or nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
+import types
 from typing import Any
 
 import torch
@@ -72,6 +75,14 @@ MODULES: dict[str, tuple[str, ...]] = {
     "norm.split_qkv_rmsnorm_rope_pos_cache_half_npu": ("split_qkv_rmsnorm_rope_pos_cache_half_npu",),
 }
 """sgl_kernel_npu's module -> its functions that `replace` puts hal's in the place of."""
+
+IMPORTED: dict[str, tuple[str, ...]] = {
+    "kvcacheio": ("transfer_kv_dim_exchange", "TransferDirection"),
+    "norm.fused_split_qk_norm": ("fused_split_qk_norm",),
+    "norm.split_qkv_rmsnorm_mrope": ("triton_split_qkv_rmsnorm_mrope",),
+    "norm.split_qkv_tp_rmsnorm_rope": ("split_qkv_tp_rmsnorm_rope",),
+}
+"""What SGLang imports beside them, most for models that then run without; `refused.REASONS` has those that raise."""
 
 _library: Any = None
 
@@ -138,6 +149,31 @@ def replace() -> list[str]:
     for module, name in found:
         setattr(module, name, globals()[name])
     return [f"{module.__name__}.{name}" for module, name in found]
+
+
+def supply() -> None:
+    """hal's functions by sgl-kernel-npu's names: in its place where it is not installed, else as `replace` puts them.
+
+    Raises:
+        EngineError: what `replace` raises.
+    """
+    if "sgl_kernel_npu" not in sys.modules and importlib.util.find_spec("sgl_kernel_npu") is None:
+        for path, names in {**MODULES, **IMPORTED}.items():
+            module = _stand_in(f"sgl_kernel_npu.{path}")
+            for name in names:
+                setattr(module, name, globals().get(name) or refused.refusal(name))
+    replace()
+
+
+def _stand_in(path: str) -> types.ModuleType:
+    """The module of this name, made with those around it; what they are not given is an ImportError as ever."""
+    if path not in sys.modules:
+        module = sys.modules[path] = types.ModuleType(path, "hal's, by sgl-kernel-npu's names")
+        module.__path__ = []
+        parent, _, name = path.rpartition(".")
+        if parent:
+            setattr(_stand_in(parent), name, module)
+    return sys.modules[path]
 
 
 def _parameters(function: Any) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ for _name, _result, _arguments in (
     ("drain", None, [_I, _L, _L]), ("query", _I, [_I, _L, _L]), ("launch", None, [_I, _L, _L]), ("used", _L, [_I]),
     ("capture", None, [_I, _L]), ("captured", _P, [_I, _L]), ("capturing", _I, [_I]), ("replay", None, [_I, _P]),
     ("reset", None, [_P]), ("fault", _I, [ctypes.c_char_p, _I]), ("batches", None, [_I]), ("count", _L, [_I]),
-    ("open", None, [_Kernel]),
+    ("open", None, [_Kernel]), ("forked", None, []),
 ):  # fmt: skip
     _function = getattr(lib, f"npu_{_name}")
     _function.restype, _function.argtypes = _result, _arguments
@@ -68,3 +69,4 @@ def check() -> None:
 
 
 lib.npu_open(_run)
+os.register_at_fork(after_in_child=lib.npu_forked)

@@ -226,7 +226,12 @@ Tensor& zero(Tensor& self) { return fill(self, 0); }
 
 at::Scalar item(const Tensor& self) { return self.cpu().item(); }
 
+void record_stream(Tensor& self, c10::Stream s) {
+  if (self.numel()) record(self.storage().data_ptr().get_context(), s.device_index(), s.id());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("record_stream", &record_stream);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &as_strided);
@@ -268,6 +273,9 @@ void npu_open(Kernel call) {
   c10::SetAllocator(NPU, &device_memory);
   at::setHostAllocator(NPU, &pinned_memory);
   at::RegisterPrivateUse1HooksInterface(&hooks);
+}
+void npu_forked() {
+  for (auto& a : arenas) a.forked();
 }
 int npu_device() { return current_device; }
 void npu_set_device(int d) { current_device = d; }

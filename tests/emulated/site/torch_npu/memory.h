@@ -145,7 +145,17 @@ void synchronize(int device, int64_t stream) {
 struct Arena {
   char *seen = nullptr, *real = nullptr;
   int64_t top = 0, used = 0;
+  bool lost = false;  // a parent's, that was in use
   std::map<std::pair<int64_t, size_t>, std::vector<char*>> free;  // by stream and size, as a caching allocator has it
+
+  // A process has its own; like a device's, it is not to be had on both sides of a fork.
+  void forked() {
+    lost = top > 0;
+    if (lost) return;
+    munmap(seen, SPACE);
+    munmap(real, SPACE);
+    open();
+  }
 
   void open() {
     int fd = memfd_create("npu", 0);
@@ -171,6 +181,7 @@ struct Block {
   size_t size;
   char* at;
   bool captured;  // a graph's, which is replayed after its tensor is gone: nobody else gets it
+  std::vector<std::pair<int, int64_t>> users;  // devices and streams that were recorded
 };
 
 void poison(char* real, size_t size) { memset(real, 0xA5, std::min(size, POISONED)); }
@@ -179,8 +190,12 @@ void release(void* context) {
   auto* b = static_cast<Block*>(context);
   char* real = real_of(b->at);
   size_t size = b->size;
-  // At once for its own stream, whose work comes in order; what other streams still do with it is not waited for.
-  if (b->captured || !is_captured(b->device, b->stream)) push(b->device, b->stream, Task{[real, size] { poison(real, size); }});
+  // At once for its own stream, whose work comes in order; what other streams still do with it is waited for where
+  // they were recorded.
+  if (b->captured || !is_captured(b->device, b->stream)) {
+    for (auto [d, s] : b->users) wait_in_stream(b->device, b->stream, d, s, put_so_far(d, s));
+    push(b->device, b->stream, Task{[real, size] { poison(real, size); }});
+  }
   std::lock_guard<std::mutex> lock(pushing);
   Arena& a = arenas[b->device];
   if (!b->captured) a.free[{b->stream, b->size}].push_back(b->at);
@@ -188,12 +203,20 @@ void release(void* context) {
   delete b;
 }
 
+void record(void* context, int device, int64_t stream) {
+  auto* b = static_cast<Block*>(context);
+  std::lock_guard<std::mutex> lock(pushing);
+  if (device != b->device || stream != b->stream) b->users.push_back({device, stream});
+}
+
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     c10::Device where(NPU, current_device);
     if (n == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, where};
     Arena& a = arenas[current_device];
-    auto* b = new Block{current_device, current_stream[current_device], (n + GRAIN - 1) / GRAIN * GRAIN, nullptr, false};
+    TORCH_CHECK(!a.lost, "npu: a process that was forked can't use a device that its parent has used");
+    size_t size = (n + GRAIN - 1) / GRAIN * GRAIN;
+    auto* b = new Block{current_device, current_stream[current_device], size, nullptr, false, {}};
     bool fresh = false;
     {
       std::lock_guard<std::mutex> lock(pushing);

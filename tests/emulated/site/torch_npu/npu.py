@@ -11,6 +11,7 @@ import torch
 from torch_npu._runtime import check, drain, launch, lib
 
 DEVICES = 2
+MEMORY = 64 << 30
 emulated = True
 """What tells hal's reports that there is no device."""
 
@@ -48,7 +49,27 @@ def get_device_name(device_name: Any = None) -> str:
 
 
 def get_device_properties(device_name: Any = None) -> Any:
-    return SimpleNamespace(name=get_device_name(device_name), total_memory=1 << 37)
+    return SimpleNamespace(name=get_device_name(device_name), total_memory=MEMORY)
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, all) bytes."""
+    return MEMORY - memory_allocated(device), MEMORY
+
+
+def empty_cache() -> None:
+    pass
+
+
+def manual_seed_all(seed: int) -> None:
+    """Nothing to do: random numbers are the host's, which `torch.manual_seed` seeds before it asks here."""
+
+
+def set_compile_mode(jit_compile: bool = False) -> None:
+    pass
+
+
+config = SimpleNamespace(allow_internal_format=False)
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -86,10 +107,12 @@ class device:
         lib.npu_set_device(self.before)
 
 
-class Stream:
-    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
-        self.device = torch.device("npu", _index(device))
-        self.stream_id = int(lib.npu_new_stream(self.device.index)) if stream_id is None else stream_id
+class Stream(torch.Stream):
+    def __new__(cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> Stream:
+        where = _index(device)
+        which = int(lib.npu_new_stream(where)) if stream_id is None else stream_id
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        return super().__new__(cls, stream_id=which, device_index=where, device_type=kind)
 
     @property
     def npu_stream(self) -> int:
@@ -168,7 +191,7 @@ def set_stream(stream: Stream) -> None:
     lib.npu_set_stream(stream.device.index, stream.stream_id)
 
 
-class stream:
+class StreamContext:
     """The current stream within a block."""
 
     def __init__(self, stream: Stream) -> None:
@@ -238,3 +261,7 @@ class graph:
             self.npu_graph.capture_end()
         finally:
             self.within.__exit__()
+
+
+def stream(stream: Stream) -> StreamContext:
+    return StreamContext(stream)
