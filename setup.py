@@ -21,8 +21,6 @@ def target(path: str) -> str | None:
 
 
 setup(
-    long_description=relinked(
-        (ROOT / "README.md").read_text(encoding="utf-8"), "README.md", target, whole=False
-    ),
+    long_description=relinked((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", target, whole=False),
     long_description_content_type="text/markdown",
 )

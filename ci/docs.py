@@ -44,10 +44,7 @@ def manifests() -> dict[str, Backend]:
 @cache
 def reports() -> list[tuple[str, dict[str, Any]]]:
     """(path, conformance report) of every one that is committed."""
-    found = [
-        *sorted(ROOT.glob("docs/conformance/**/report.json")),
-        *sorted(ROOT.glob("bench/results/*.json")),
-    ]
+    found = [*sorted(ROOT.glob("docs/conformance/**/report.json")), *sorted(ROOT.glob("bench/results/*.json"))]
     read = [(p.relative_to(ROOT).as_posix(), json.loads(p.read_text(encoding="utf-8"))) for p in found]
     return [(p, d) for p, d in read if isinstance(d, dict) and "verdict" in d and "cases" in d]
 
@@ -111,14 +108,8 @@ def arguments(s: OpSpec) -> str:
     rows = []
     for name, arg in s.args.items():
         if isinstance(arg, TensorArg):
-            shape = " or ".join(f"`[{', '.join(a)}]`" for a in arg.alternatives) + (
-                ", or None" if arg.optional else ""
-            )
-            dtype = (
-                f"`{arg.dtypes}`'s"
-                if isinstance(arg.dtypes, str)
-                else ", ".join(SHORT[d] for d in arg.dtypes)
-            )
+            shape = " or ".join(f"`[{', '.join(a)}]`" for a in arg.alternatives) + (", or None" if arg.optional else "")
+            dtype = f"`{arg.dtypes}`'s" if isinstance(arg.dtypes, str) else ", ".join(SHORT[d] for d in arg.dtypes)
             rows.append([f"`{name}`", shape, dtype, STRIDES[arg.stride], "yes" if arg.mutated else ""])
         elif isinstance(arg, PoolArg):
             rows.append([f"`{name}`", "`hal.KVPool`", "any", "", "yes" if arg.mutated else ""])
@@ -144,16 +135,7 @@ def errors(s: OpSpec) -> str:
 
 
 def implementations(s: OpSpec) -> str:
-    rows = [
-        [
-            "`reference`",
-            "any",
-            f"[hal/ops/{s.name}.py](../../hal/ops/{s.name}.py), plain torch",
-            "",
-            "yes",
-            "",
-        ]
-    ]
+    rows = [["`reference`", "any", f"[hal/ops/{s.name}.py](../../hal/ops/{s.name}.py), plain torch", "", "yes", ""]]
     lacking = []
     for backend, manifest in manifests().items():
         for impl in manifest.impls(s.name):
@@ -203,9 +185,7 @@ def proofs(s: OpSpec) -> str:
     if s.features:
         columns = [r["verdict"]["features"].get(s.name, {}) for _, r in mine]
         body = [[f"`{f}`", *(c.get(f, "") for c in columns)] for f in s.features]
-        parts.append(
-            "Features, which a backend may refuse:\n\n" + table(["feature", *(r[0] for r in rows)], body)
-        )
+        parts.append("Features, which a backend may refuse:\n\n" + table(["feature", *(r[0] for r in rows)], body))
     if any(m for _, m in room):
         dtypes = sorted({d for _, m in room for d in m})
         body = [[t, *(f"{m[d]:.4f}" if d in m else "" for d in dtypes)] for t, m in room if m]
@@ -224,9 +204,7 @@ def speed(s: OpSpec) -> str:
         for row in rows:
             if row.get("op") != s.name:
                 continue
-            fields = [
-                k for k, v in row.items() if v is not None and not isinstance(v, dict) and k not in _DERIVED
-            ]
+            fields = [k for k, v in row.items() if v is not None and not isinstance(v, dict) and k not in _DERIVED]
             for measure, values in row.items():
                 if isinstance(values, dict) and (measure.endswith("_us") or measure in ("gbs", "wall_gbs")):
                     groups.setdefault((measure, *fields), []).append(row)
@@ -257,9 +235,7 @@ def speed(s: OpSpec) -> str:
 def matrix(to: str) -> str:
     """Ops x backends; `to`: the folder of the pages, from where the table stands."""
     rows = [[f"[`{op}`]({to}{op}.md)", "yes", *(cell(m, op) for m in manifests().values())] for op in BUILTIN]
-    named = sorted(
-        {(i.name, i.note) for m in manifests().values() for op in BUILTIN for i in m.impls(op) if i.named}
-    )
+    named = sorted({(i.name, i.note) for m in manifests().values() for op in BUILTIN for i in m.impls(op) if i.named})
     notes = "; ".join(f"`{name}`: {note.removeprefix('adapter: ')}" for name, note in named)
     foot = "\n\n\\* an adapter, taken where it is named, as in `HAL_BACKEND=cuda,decode_attention=cuda/flashinfer`; "
     return table(["op", "reference", *manifests()], rows) + (foot + notes if named else "")
@@ -308,21 +284,13 @@ def readme() -> str:
 def files() -> dict[str, str]:
     """Path -> text of everything that is generated."""
     pages = {f"docs/ops/{op}.md": page(op) for op in BUILTIN}
-    return {
-        **pages,
-        "docs/ops/README.md": index(),
-        "README.md": readme(),
-        **docs_stubs.files(),
-        **docs_api.files(),
-    }
+    return {**pages, "docs/ops/README.md": index(), "README.md": readme(), **docs_stubs.files(), **docs_api.files()}
 
 
 def find_drift() -> list[str]:
     """The generated files that are not what they should be, and pages of no op."""
     expected = files()
-    differ = [
-        p for p, text in expected.items() if not (ROOT / p).exists() or (ROOT / p).read_text("utf-8") != text
-    ]
+    differ = [p for p, text in expected.items() if not (ROOT / p).exists() or (ROOT / p).read_text("utf-8") != text]
     extra = [p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/ops/*.md")]
     return differ + sorted(set(extra) - set(expected))
 

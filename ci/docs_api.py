@@ -22,14 +22,7 @@ GROUPS = {
     "Asking why": ("explain", "info", "trace"),
     "Pools, slots, pages": ("KVPool", "SlotAllocator", "num_new_pages"),
     "A backend without a package": ("register", "unregister"),
-    "Errors": (
-        "HalError",
-        "ArgumentError",
-        "SelectionError",
-        "NoBackendError",
-        "BackendError",
-        "FallbackWarning",
-    ),
+    "Errors": ("HalError", "ArgumentError", "SelectionError", "NoBackendError", "BackendError", "FallbackWarning"),
 }
 """Every public name but the ops, which have pages of their own."""
 OWN_OPS = {

@@ -10,7 +10,7 @@ import textwrap
 
 from hal.ops import BUILTIN, get_spec
 
-WIDTH = 110
+WIDTH = 120
 HEAD = "from torch import Tensor\n\nfrom hal.kv.pool import KVPool\n\n"
 _API = '''"""The signatures of the dispatched ops, for type checkers and editors alone: `hal.<op>` is generated.
 
@@ -35,10 +35,7 @@ def files() -> dict[str, str]:
     methods = "".join(function(op, [], method=True) for op in BUILTIN)
     bound = f"class Ops:\n{methods}"
     iterator = "from collections.abc import Iterator\n\n"
-    return {
-        "hal/_api.pyi": _API + iterator + HEAD + dispatched + torch_ops,
-        "hal/_bound.pyi": _BOUND + HEAD + bound,
-    }
+    return {"hal/_api.pyi": _API + iterator + HEAD + dispatched + torch_ops, "hal/_bound.pyi": _BOUND + HEAD + bound}
 
 
 def function(op: str, more: list[str], method: bool = False) -> str:

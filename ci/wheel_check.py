@@ -17,26 +17,12 @@ import zipfile
 from importlib import metadata
 
 DISTRIBUTION = "hal-kernels"
-NEEDED = (
-    "hal/py.typed",
-    "hal/_api.pyi",
-    "hal/_bound.pyi",
-    "hal/registry/_manifest.py",
-    "hal/backends/cpu/__init__.py",
-)
+NEEDED = ("hal/py.typed", "hal/_api.pyi", "hal/_bound.pyi", "hal/registry/_manifest.py", "hal/backends/cpu/__init__.py")
 # Run on being imported, or by a foreign compiler alone: `python -m` what they are for.
 PROGRAMS = ("__main__", "_worker")
 
 
-SOURCES = (
-    "LICENSE",
-    "README.md",
-    "CHANGELOG.md",
-    "pyproject.toml",
-    "setup.py",
-    "ci/docs_text.py",
-    "tests/conftest.py",
-)
+SOURCES = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.py", "ci/docs_text.py", "tests/conftest.py")
 
 
 def main(wheel: str, sdist: str) -> int:
@@ -71,9 +57,7 @@ def main(wheel: str, sdist: str) -> int:
     if not os.path.dirname(hal.__file__).startswith(sys.prefix):
         wrong.append(f"hal came from {hal.__file__}, not from the wheel")
     if metadata.version(DISTRIBUTION) != hal.__version__:
-        wrong.append(
-            f"version {metadata.version(DISTRIBUTION)} in the metadata, {hal.__version__} in the code"
-        )
+        wrong.append(f"version {metadata.version(DISTRIBUTION)} in the metadata, {hal.__version__} in the code")
 
     modules = sorted(
         n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in names if n.endswith(".py")
@@ -100,9 +84,7 @@ def main(wheel: str, sdist: str) -> int:
         print(f"not installed here: {name} (needed by {', '.join(who)})")
     for line in wrong:
         print(f"wrong: {line}", file=sys.stderr)
-    print(
-        f"{os.path.basename(wheel)}: {len(modules)} modules, {len(points)} entry points, {len(wrong)} wrong"
-    )
+    print(f"{os.path.basename(wheel)}: {len(modules)} modules, {len(points)} entry points, {len(wrong)} wrong")
     return int(bool(wrong))
 
 
@@ -115,17 +97,13 @@ def described(data: bytes) -> list[str]:
     except ExceptionGroup as e:
         return [f"metadata: {x}" for x in e.exceptions]
     wrong = [
-        f"metadata: no {n}"
-        for n in ("summary", "keywords", "classifiers", "description")
-        if not getattr(found, n)
+        f"metadata: no {n}" for n in ("summary", "keywords", "classifiers", "description") if not getattr(found, n)
     ]
     if found.description_content_type != "text/markdown":
         wrong.append(f"metadata: the description's type is {found.description_content_type}")
     text = re.sub(r"^```.*?^```$", "", found.description or "", flags=re.M | re.S)
     links = re.findall(r"\]\(([^()\s]+)\)", text)
-    return wrong + [
-        f"the description has a relative link: {x}" for x in links if not re.match("https?://|#", x)
-    ]
+    return wrong + [f"the description has a relative link: {x}" for x in links if not re.match("https?://|#", x)]
 
 
 def each(modules: list[str]) -> list[tuple[str, str]]:
@@ -147,9 +125,7 @@ except BaseException as e:
         if hasattr(os, "fork"):
             found.append((module, forked(code, module)))
         else:
-            ran = subprocess.run(
-                [sys.executable, "-c", code, module], capture_output=True, text=True, check=False
-            )
+            ran = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=False)
             found.append((module, ran.stdout.strip() or (ran.stderr.strip() if ran.returncode else "")))
     return found
 

@@ -57,12 +57,7 @@ def write_req_to_token(
     backend: str | None = None,
 ) -> None: ...
 def compute_positions(
-    prefix_lens: Tensor,
-    seq_lens: Tensor,
-    out: Tensor,
-    indptr: Tensor | None = None,
-    *,
-    backend: str | None = None,
+    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor: ...
 def build_kv_indices(
     req_to_token: Tensor,
@@ -105,13 +100,7 @@ def alloc_extend(
     backend: str | None = None,
 ) -> Tensor: ...
 def alloc_decode(
-    seq_lens: Tensor,
-    last_loc: Tensor,
-    free_pages: Tensor,
-    page_size: int,
-    out: Tensor,
-    *,
-    backend: str | None = None,
+    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor, *, backend: str | None = None
 ) -> Tensor: ...
 def kv_write(
     k: Tensor,

@@ -10,12 +10,7 @@ from hal.kv.pool import KVPool
 class Ops:
     def get_last_loc(self, req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor: ...
     def assign_extend_cache_locs(
-        self,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        start_offsets: Tensor,
-        end_offsets: Tensor,
-        out: Tensor,
+        self, req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, out: Tensor
     ) -> Tensor: ...
     def rope_kv_write(
         self,
@@ -44,12 +39,7 @@ class Ops:
         method: str = "auto",
     ) -> None: ...
     def write_req_to_token(
-        self,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        start_offsets: Tensor,
-        end_offsets: Tensor,
-        src: Tensor,
+        self, req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, src: Tensor
     ) -> None: ...
     def compute_positions(
         self, prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
@@ -78,13 +68,7 @@ class Ops:
         self, req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor
     ) -> Tensor: ...
     def alloc_extend(
-        self,
-        prefix_lens: Tensor,
-        seq_lens: Tensor,
-        last_loc: Tensor,
-        free_pages: Tensor,
-        page_size: int,
-        out: Tensor,
+        self, prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
     ) -> Tensor: ...
     def alloc_decode(
         self, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
@@ -143,13 +127,7 @@ class Ops:
         write_k: bool = True,
     ) -> None: ...
     def kv_move(
-        self,
-        pool: KVPool,
-        src_slots: Tensor,
-        dst_slots: Tensor,
-        workspace: Tensor,
-        *,
-        layers: range | None = None,
+        self, pool: KVPool, src_slots: Tensor, dst_slots: Tensor, workspace: Tensor, *, layers: range | None = None
     ) -> None: ...
     def decode_attention(
         self,

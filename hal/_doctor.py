@@ -60,9 +60,7 @@ def _examine(
     return [r for r in rows if not backends or r["backend"] in backends], _notes()
 
 
-def _child(
-    backend: str, lane: str, ops: Sequence[str], timeout: float, each: bool = False
-) -> list[dict[str, Any]]:
+def _child(backend: str, lane: str, ops: Sequence[str], timeout: float, each: bool = False) -> list[dict[str, Any]]:
     """One backend's ops in a process of their own: its crash or hang is an outcome, not ours."""
     env = {**os.environ, "HAL_LANE": lane, "HAL_BACKEND": "", "HAL_CHECKS": "args"}
     if lane == "interpreter":
@@ -75,18 +73,12 @@ def _child(
     seen = {r["op"] for r in rows}
     lost = [op for op in ops if op not in seen]
     if lost:
-        rows.append(
-            {"backend": backend, "lane": lane, "op": lost[0], "ok": False, "saw": died or "no answer"}
-        )
-        rows += [
-            {"backend": backend, "lane": lane, "op": op, "ok": False, "saw": "not reached"} for op in lost[1:]
-        ]
+        rows.append({"backend": backend, "lane": lane, "op": lost[0], "ok": False, "saw": died or "no answer"})
+        rows += [{"backend": backend, "lane": lane, "op": op, "ok": False, "saw": "not reached"} for op in lost[1:]]
     return rows
 
 
-def ask(
-    command: Sequence[str], env: dict[str, str], timeout: float, each: bool = False
-) -> tuple[list[str], str]:
+def ask(command: Sequence[str], env: dict[str, str], timeout: float, each: bool = False) -> tuple[list[str], str]:
     """(the lines that a child printed, how it died or nothing). Past its time it goes, with all that it started.
 
     Args:

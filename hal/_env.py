@@ -34,9 +34,7 @@ def get(name: str, environ: Mapping[str, str] = os.environ) -> str:
     if not value:
         return allowed[0] if allowed else ""
     if allowed and value not in allowed:
-        raise SelectionError(
-            f"hal: {name}={value}: expected one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
-        )
+        raise SelectionError(f"hal: {name}={value}: expected one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     return value
 
 

@@ -41,15 +41,7 @@ def parse_argument(op: str, text: str) -> tuple[str, Any]:
         row = tuple(int(n) for n in pool[3].split("x"))
         dtype = _dtype(op, name, pool[2])
         return name, PoolSig(
-            pool[1],
-            pool[4],
-            dtype,
-            1,
-            row,
-            None if math.prod(row) == row[-1] else row,
-            1,
-            False,
-            pool[4] == "cpu",
+            pool[1], pool[4], dtype, 1, row, None if math.prod(row) == row[-1] else row, 1, False, pool[4] == "cpu"
         )
     try:
         return name, ast.literal_eval(value)
@@ -61,9 +53,7 @@ def parse_argument(op: str, text: str) -> tuple[str, Any]:
 
 def _dtype(op: str, name: str, text: str) -> torch.dtype:
     if text not in _LONG:
-        raise ArgumentError(
-            op, name, f"a dtype: {', '.join(SHORT.values())}", repr(text) + did_you_mean(text, _LONG)
-        )
+        raise ArgumentError(op, name, f"a dtype: {', '.join(SHORT.values())}", repr(text) + did_you_mean(text, _LONG))
     return _LONG[text]
 
 
@@ -110,16 +100,13 @@ def _parse_value(spec: OpSpec, name: str, value: Any) -> Any:
         if value is None and arg.optional:
             return None
         if not isinstance(value, TensorSig):
-            raise ArgumentError(
-                spec.name, name, f"a tensor such as bf16[{arg.dims.split('|')[0]}]", repr(value)
-            )
+            raise ArgumentError(spec.name, name, f"a tensor such as bf16[{arg.dims.split('|')[0]}]", repr(value))
         dtypes = arg.dtypes if not isinstance(arg.dtypes, str) else spec.args[arg.dtypes].dtypes  # type: ignore[union-attr]
         if value.dtype not in dtypes:
             expected = " or ".join(SHORT[d] for d in dtypes if isinstance(d, torch.dtype))
             raise ArgumentError(spec.name, name, f"dtype {expected}", str(value))
         shape = tuple(
-            n if d in spec.static else None
-            for d, n in zip(_sizes(spec, name, value), value.example, strict=True)
+            n if d in spec.static else None for d, n in zip(_sizes(spec, name, value), value.example, strict=True)
         )
         return replace(value, shape=shape)
     if isinstance(arg, PoolArg) != isinstance(value, PoolSig) or isinstance(value, TensorSig):
@@ -139,9 +126,7 @@ def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
     assert isinstance(arg, TensorArg)
     names = spec.dims_of(arg, value.ndim)
     if not names:
-        raise ArgumentError(
-            spec.name, name, " or ".join(f"[{a.strip()}]" for a in arg.dims.split("|")), str(value)
-        )
+        raise ArgumentError(spec.name, name, " or ".join(f"[{a.strip()}]" for a in arg.dims.split("|")), str(value))
     return dict(zip(names, value.example, strict=True))
 
 

@@ -28,9 +28,7 @@ def main(file: Path, ops: Sequence[str] | None, backends: Sequence[str] | None, 
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as e:
-        raise ArgumentError(
-            "doctor", "--report", "a file that can be written", f"{file}: {e.strerror}"
-        ) from None
+        raise ArgumentError("doctor", "--report", "a file that can be written", f"{file}: {e.strerror}") from None
     steps: list[Step] = []
     for step in run(ops, backends, timeout):
         print(_line(redacted(step)), flush=True)
@@ -49,9 +47,7 @@ def run(ops: Sequence[str] | None, backends: Sequence[str] | None, timeout: floa
     yield _step("machine", timeout)
     states = _step("states", timeout)
     yield states
-    ready = [
-        r for r in states["rows"] if r.get("state") == "ready" and (not backends or r["backend"] in backends)
-    ]
+    ready = [r for r in states["rows"] if r.get("state") == "ready" and (not backends or r["backend"] in backends)]
     for kind in dict.fromkeys(r["devices"][0] for r in ready if r["lane"] == "device"):
         yield _step("device", timeout, kind)
     for row in ready:
@@ -88,13 +84,7 @@ def _ops(backend: str, lane: str, ops: Sequence[str], timeout: float) -> Step:
 
 def _made(step: str, begin: float, rows: list[dict[str, Any]], died: str) -> Step:
     ok = not died and all(r.get("ok", True) is not False for r in rows)
-    return {
-        "step": step,
-        "ok": ok,
-        "seconds": round(time.perf_counter() - begin, 2),
-        "error": died,
-        "rows": rows,
-    }
+    return {"step": step, "ok": ok, "seconds": round(time.perf_counter() - begin, 2), "error": died, "rows": rows}
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
@@ -102,16 +92,12 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     for step in report["steps"]:
         yield _line(step)
         for row in step["rows"]:
-            shown = {
-                k: v for k, v in row.items() if v not in ("", None, [], {}) and k not in ("detail", "ops")
-            }
+            shown = {k: v for k, v in row.items() if v not in ("", None, [], {}) and k not in ("detail", "ops")}
             yield "    " + "  ".join(f"{k}={v}" for k, v in shown.items())
             yield from (f"        {line}" for line in row.get("detail", ()))
 
 
 def _line(step: Step) -> str:
     wrong = [r for r in step["rows"] if r.get("ok") is False]
-    found = step["error"] or (
-        f"{len(wrong)} of {len(step['rows'])} wrong" if wrong else f"{len(step['rows'])} rows"
-    )
+    found = step["error"] or (f"{len(wrong)} of {len(step['rows'])} wrong" if wrong else f"{len(step['rows'])} rows")
     return f"{'ok   ' if step['ok'] else 'WRONG'} {step['step']}: {found} ({step['seconds']:g} s)"

@@ -39,10 +39,7 @@ VERSIONS = (
 PROPERTIES = (
     "total_memory", "multi_processor_count", "major", "minor", "L2_cache_size", "cube_core_num", "vector_core_num",
 )  # fmt: skip
-TOOLS = (
-    ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
-    ("npu-smi", "-v"),
-)
+TOOLS = (("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"), ("npu-smi", "-v"))
 COPIES = (1 << 16, 1 << 22, 1 << 26)
 """Bytes of the timed ones."""
 out: TextIO | None = None
@@ -107,14 +104,7 @@ def states() -> None:
     from hal.registry import current
 
     table = current()
-    tell(
-        backend="reference",
-        lane="device",
-        state="ready",
-        reason="",
-        devices=["cpu"],
-        ops=list(table.op_names),
-    )
+    tell(backend="reference", lane="device", state="ready", reason="", devices=["cpu"], ops=list(table.op_names))
     for name, entry in table.entries.items():
         for lane in entry.lanes or ("device",):
             begin = time.perf_counter()
@@ -153,9 +143,7 @@ def _copy(torch: Any, module: Any, kind: str, way: str, size: int) -> dict[str, 
     """The time of a copy, from and to pinned memory."""
     host = torch.ones(size, dtype=torch.uint8, device="cpu", pin_memory=kind != "cpu")
     there = torch.ones(size, dtype=torch.uint8, device=kind)
-    src, dst = {"host to device": (host, there), "device to host": (there, host)}.get(
-        way, (there, there.clone())
-    )
+    src, dst = {"host to device": (host, there), "device to host": (there, host)}.get(way, (there, there.clone()))
     found = _median(lambda: dst.copy_(src), module)
     return {**found, "GB/s": round(size / found["median_us"] / 1e3, 2)}
 

@@ -158,9 +158,7 @@ def make(name: str, ops: Sequence[str], device: str, folder: Path | None) -> tup
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text, encoding="utf-8")
     except OSError as e:
-        raise ArgumentError(
-            COMMAND, "--dir", "a folder that can be written", f"{root}: {e.strerror}"
-        ) from None
+        raise ArgumentError(COMMAND, "--dir", "a folder that can be written", f"{root}: {e.strerror}") from None
     return root, list(files)
 
 
@@ -204,9 +202,7 @@ def _stub(spec: OpSpec, name: str, package: str) -> str:
     doc = textwrap.indent(f'"""{spec.doc}\n"""', "    ", lambda line: bool(line.strip()))
     if "\\" in doc:
         doc = doc.replace('"""', 'r"""', 1)
-    return _STUB.format(
-        op=spec.name, name=name, module=package, imports="\n".join(imports), head=head, doc=doc
-    )
+    return _STUB.format(op=spec.name, name=name, module=package, imports="\n".join(imports), head=head, doc=doc)
 
 
 def signature(spec: OpSpec) -> str:

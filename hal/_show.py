@@ -41,8 +41,7 @@ class Grid:
         from rich.text import Text
 
         columns = (
-            Column(h, no_wrap=i == 0, overflow="ellipsis" if i == 0 else "fold")
-            for i, h in enumerate(self.heads)
+            Column(h, no_wrap=i == 0, overflow="ellipsis" if i == 0 else "fold") for i, h in enumerate(self.heads)
         )
         table = Table(*columns, title=self.title or None, title_justify="left")
         for row in self.rows:
@@ -82,13 +81,7 @@ def info_grids(data: Mapping[str, Any]) -> list[Grid]:
     names = ["reference", *(b["name"] for b in data["backends"])]
     ops = [[op, *("\n".join(row[n]) for n in names)] for op, row in data["ops"].items()]
     engines = [
-        [
-            e["name"],
-            f"{e['distribution']} {e['version']}".strip() or "no",
-            e["tested"],
-            e["state"],
-            e["reason"],
-        ]
+        [e["name"], f"{e['distribution']} {e['version']}".strip() or "no", e["tested"], e["state"], e["reason"]]
         for e in data["engines"]
     ]
     environment = [[v["name"], v["value"], v["source"]] for v in data["environment"]]

@@ -32,9 +32,7 @@ def manifest_rows(backend: str, what: str, *args: Any) -> list[dict[str, Any]]:
     tool = getattr(entry.manifest, what, None) if entry else None
     if entry is None or tool is None:
         have = [n for n, e in table.entries.items() if getattr(e.manifest, what, None)]
-        raise SelectionError(
-            f"hal: {what}: {backend} has no such tool; these have: {', '.join(have) or 'none'}"
-        )
+        raise SelectionError(f"hal: {what}: {backend} has no such tool; these have: {', '.join(have) or 'none'}")
     states = [entry.state(lane) for lane in entry.lanes]
     # A compiler needs no device: unavailable is no obstacle to looking at what it makes.
     if (what == "tune" and not entry.state().ready) or all(

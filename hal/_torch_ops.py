@@ -162,10 +162,7 @@ class Form:
         if isinstance(arg, PoolArg):
             halves = (f"{name}_k", f"{name}_v")
             return [
-                *(
-                    Part(h, f"Tensor({h}!)[]" if alias else "Tensor[]", f"_half({name}.{h[-1]})")
-                    for h in halves
-                ),
+                *(Part(h, f"Tensor({h}!)[]" if alias else "Tensor[]", f"_half({name}.{h[-1]})") for h in halves),
                 Part(f"{name}_layout", "str", f"{name}.layout"),
                 Part(f"{name}_page_size", "SymInt", f"{name}.page_size"),
                 # A list of one layer is no tensor of one layer.
@@ -238,11 +235,7 @@ def _empty(spec: OpSpec, made: TensorArg) -> str:
     if not isinstance(made.dtypes, str) and len(made.dtypes) != 1:
         raise TypeError(f"{spec.name}: the contract names {len(made.dtypes)} dtypes for its result")
     sizes = [d if d.isdigit() else _size(spec, tensors, d) for d in made.alternatives[0]]
-    dtype = (
-        f"{like}.dtype"
-        if isinstance(made.dtypes, str)
-        else f"_torch.{str(made.dtypes[0]).removeprefix('torch.')}"
-    )
+    dtype = f"{like}.dtype" if isinstance(made.dtypes, str) else f"_torch.{str(made.dtypes[0]).removeprefix('torch.')}"
     return f"_torch.empty(({', '.join(sizes)},), dtype={dtype}, device={like}.device)"
 
 
@@ -293,16 +286,12 @@ def _register(spec: OpSpec, define: bool) -> Callable[..., Any]:
                 for n, p in spec.signature.parameters.items()
             ),
         )
-        run = _generate.define(
-            kernel, "kernel", "torch_ops", _run=_dispatched, _pool=_pool, _nothing=_nothing
-        )
+        run = _generate.define(kernel, "kernel", "torch_ops", _run=_dispatched, _pool=_pool, _nothing=_nothing)
         _library.impl(form.name, run, "CompositeExplicitAutograd")
         _library.impl(form.name, _guarded(form), "Autograd")
         fake = _FAKE.format(parameters=form.parameters, empty=form.result and _empty(spec, form.result))
         torch.library.register_fake(
-            f"{NAMESPACE}::{form.name}",
-            _generate.define(fake, "fake", "torch_ops", _torch=torch),
-            lib=_library,
+            f"{NAMESPACE}::{form.name}", _generate.define(fake, "fake", "torch_ops", _torch=torch), lib=_library
         )
     return _around(spec, forms(spec))
 
@@ -353,9 +342,7 @@ def _around(spec: OpSpec, found: Sequence[Form]) -> Callable[..., Any]:
 def _nothing(found: object) -> None:
     """A result that the contract does not name would be lost."""
     if found is not None:
-        raise HalError(
-            f"hal: torch_ops: the op returned a {type(found).__name__}; its OpSpec must say so (`returns`)"
-        )
+        raise HalError(f"hal: torch_ops: the op returned a {type(found).__name__}; its OpSpec must say so (`returns`)")
 
 
 # --- pools and ranges, apart and together -----------------------------------------------------------

@@ -78,9 +78,7 @@ class Trace:
         cells += [(r.op, r.backend, r.device, str(r.calls), str(r.captured or "")) for r in self.rows]
         wide = [max(len(row[i]) for row in cells) for i in range(5)]
         lines = [
-            "  ".join(
-                c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True))
-            )
+            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True)))
             for row in cells
         ]
         return "\n".join(["  " + line.rstrip() for line in lines] + [f"  {self._summary()}"])

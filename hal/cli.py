@@ -32,8 +32,7 @@ OK, FAILED, USAGE, NOTHING = 0, 1, 2, 3
 
 AsJson = Annotated[bool, typer.Option("--json", help="Plain data, for programs.")]
 Ops = Annotated[
-    list[str] | None,
-    typer.Option("--op", help="Only this op; repeat for several.", autocompletion=_complete.ops),
+    list[str] | None, typer.Option("--op", help="Only this op; repeat for several.", autocompletion=_complete.ops)
 ]
 
 
@@ -100,8 +99,7 @@ def explain(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="As in the call: a backend, or the grammar of HAL_BACKEND.",
-            autocompletion=_complete.backends,
+            help="As in the call: a backend, or the grammar of HAL_BACKEND.", autocompletion=_complete.backends
         ),
     ] = None,
 ) -> None:
@@ -126,16 +124,12 @@ def explain(
 def doctor(
     op: Ops = None,
     backend: Annotated[
-        list[str] | None,
-        typer.Option("--backend", help="Only these backends.", autocompletion=_complete.backends),
+        list[str] | None, typer.Option("--backend", help="Only these backends.", autocompletion=_complete.backends)
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each backend's child process.")] = 120.0,
     as_json: AsJson = False,
     report: Annotated[
-        bool,
-        typer.Option(
-            "--report", help="All that one needs to know of this machine, into FILE; nothing private."
-        ),
+        bool, typer.Option("--report", help="All that one needs to know of this machine, into FILE; nothing private.")
     ] = False,
     file: Annotated[
         Path | None, typer.Argument(help="With --report: its JSON, and a text beside it. [hal-report.json]")
@@ -156,13 +150,9 @@ def doctor(
 
 @app.command()
 def warmup(
-    device: Annotated[
-        str, typer.Option(help="Whose backends to prepare.", autocompletion=_complete.devices)
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="Whose backends to prepare.", autocompletion=_complete.devices)] = "cpu",
     op: Ops = None,
-    backend: Annotated[
-        str | None, typer.Option(help="Only this backend.", autocompletion=_complete.backends)
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.", autocompletion=_complete.backends)] = None,
 ) -> None:
     """Compiles kernels ahead of the first request and shows how long each backend took."""
     import hal
@@ -184,15 +174,11 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
     dtype: Annotated[str, typer.Option(help="float32 (tokens equal transformers') or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda.")] = "cpu",
-    random_weights: Annotated[
-        bool, typer.Option(help="A Llama of the same shape with random weights.")
-    ] = False,
+    random_weights: Annotated[bool, typer.Option(help="A Llama of the same shape with random weights.")] = False,
     check: Annotated[bool, typer.Option(help="Compare the tokens with transformers' own generate.")] = True,
     bench: Annotated[
         bool,
-        typer.Option(
-            "--bench", help="Instead: tokens a second beside transformers' generate, one prompt and eight."
-        ),
+        typer.Option("--bench", help="Instead: tokens a second beside transformers' generate, one prompt and eight."),
     ] = False,
 ) -> None:
     """Serves a real language model through hal's ops: several prompts at once, streamed.
@@ -213,8 +199,7 @@ def conformance(
     backend: Annotated[
         str | None,
         typer.Argument(
-            help="A backend's name, or reference. Not needed with --verify.",
-            autocompletion=_complete.backends,
+            help="A backend's name, or reference. Not needed with --verify.", autocompletion=_complete.backends
         ),
     ] = None,
     op: Ops = None,
@@ -222,18 +207,14 @@ def conformance(
         str | None, typer.Option(help="device, interpreter or lowered.", autocompletion=_complete.lanes)
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(help="Where, if not the lane's first: cuda:1.", autocompletion=_complete.devices),
+        str | None, typer.Option(help="Where, if not the lane's first: cuda:1.", autocompletion=_complete.devices)
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="A folder for report.json, report.xml (JUnit), report.html.")
     ] = None,
-    certify: Annotated[
-        bool, typer.Option(help="Fixed seeds, all ops; exit code 1 unless certified.")
-    ] = False,
+    certify: Annotated[bool, typer.Option(help="Fixed seeds, all ops; exit code 1 unless certified.")] = False,
     imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", help="A module that registers a backend which is not packaged yet."),
+        list[str] | None, typer.Option("--import", help="A module that registers a backend which is not packaged yet.")
     ] = None,
     verify: Annotated[Path | None, typer.Option(help="A report.json to check instead of a run.")] = None,
     rerun: Annotated[int, typer.Option(help="With --verify: how many of its cases to run again.")] = 0,
@@ -279,17 +260,14 @@ def new_backend(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help="An op to begin with; repeat for several. Default: get_last_loc.",
-            autocompletion=_complete.ops,
+            help="An op to begin with; repeat for several. Default: get_last_loc.", autocompletion=_complete.ops
         ),
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(help="The device type whose tensors it takes.", autocompletion=_complete.devices),
+        str, typer.Option(help="The device type whose tensors it takes.", autocompletion=_complete.devices)
     ] = "cpu",
     folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where: empty, or not there. Default: hal-backend-NAME."),
+        Path | None, typer.Option("--dir", help="Where: empty, or not there. Default: hal-backend-NAME.")
     ] = None,
 ) -> None:
     """Writes a backend to begin with: package, manifest, a stub of each op, its test, a CI workflow."""
@@ -302,12 +280,8 @@ def new_backend(
 
 @app.command()
 def inspect(
-    backend: Annotated[
-        str, typer.Argument(help="A backend, e.g. cuda or ascend.", autocompletion=_complete.backends)
-    ],
-    kernel: Annotated[
-        str | None, typer.Argument(help="One op; none: all.", autocompletion=_complete.ops)
-    ] = None,
+    backend: Annotated[str, typer.Argument(help="A backend, e.g. cuda or ascend.", autocompletion=_complete.backends)],
+    kernel: Annotated[str | None, typer.Argument(help="One op; none: all.", autocompletion=_complete.ops)] = None,
     as_json: AsJson = False,
 ) -> None:
     """What kernels compile to: registers and spills, or gathers, DMA and buffer use. 1 where a verdict is bad."""
@@ -320,9 +294,7 @@ def inspect(
 
 @app.command()
 def tune(
-    backend: Annotated[
-        str, typer.Argument(help="A ready backend.", autocompletion=_complete.backends)
-    ] = "cuda",
+    backend: Annotated[str, typer.Argument(help="A ready backend.", autocompletion=_complete.backends)] = "cuda",
 ) -> None:
     """Measures this machine once and keeps the cost table that method='auto' reads."""
     show_rows(manifest_rows(backend, "tune"), False, sys.stdout)

@@ -53,9 +53,7 @@ def parse(text: str, source: Callable[[str], str]) -> Choice:
                 f"the place of a backend; got {part!r}"
             )
         if len(chain) > 1 and ("auto" in chain or len(set(chain)) < len(chain)):
-            raise SelectionError(
-                f"hal: {shown}: a chain names each backend once, and never auto; got {part!r}"
-            )
+            raise SelectionError(f"hal: {shown}: a chain names each backend once, and never auto; got {part!r}")
         name = ">".join(chain)
         if equals:
             if op in per_op:
@@ -90,9 +88,7 @@ def verify(
         backend, slash, _ = name.partition("/")
         if backend not in known:
             if backend in blocked:
-                raise SelectionError(
-                    f"hal: {choice.source}: HAL_PLUGINS keeps {backend} from loading; add it there"
-                )
+                raise SelectionError(f"hal: {choice.source}: HAL_PLUGINS keeps {backend} from loading; add it there")
             raise SelectionError(
                 f"hal: {choice.source}: unknown backend {backend}{did_you_mean(backend, known)}"
                 f"; known: {', '.join(known)}"

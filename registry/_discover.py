@@ -60,9 +60,7 @@ class Entry:
             return self.fault or State("broken", "no manifest")
         if lane not in self.manifest.lanes:
             return State(
-                "unavailable",
-                f"it has no lane {lane}; it has {', '.join(self.lanes)}",
-                "set HAL_LANE to one of those",
+                "unavailable", f"it has no lane {lane}; it has {', '.join(self.lanes)}", "set HAL_LANE to one of those"
             )
         if lane not in self._states:
             self._states[lane] = self._examine(lane)
@@ -74,9 +72,7 @@ class Entry:
         requires = manifest.requires
         if isinstance(requires, Mapping):
             requires = requires.get(lane, ())
-        extra = (
-            f'pip install "{self.distribution or DISTRIBUTION}[{manifest.extra}]"' if manifest.extra else ""
-        )
+        extra = f'pip install "{self.distribution or DISTRIBUTION}[{manifest.extra}]"' if manifest.extra else ""
         probe = manifest.probe
         if isinstance(probe, Mapping):
             probe = probe.get(lane)
@@ -178,8 +174,7 @@ def discover(registered: Mapping[str, Entry], allowed: Collection[str] | None = 
     for name, entry in registered.items():
         entries[name] = _merge(entries.get(name), entry)
     order = sorted(
-        entries.values(),
-        key=lambda e: (e.third_party, list(BUILTIN).index(e.name) if e.name in BUILTIN else 9, e.name),
+        entries.values(), key=lambda e: (e.third_party, list(BUILTIN).index(e.name) if e.name in BUILTIN else 9, e.name)
     )
     blocked = () if allowed is None else tuple(p.name for p in points if p.name not in allowed)
     return Found({e.name: e for e in order}, specs, tuple(managers), blocked)
@@ -194,9 +189,7 @@ def _load(point: Point, managers: list[pluggy.PluginManager], others: str) -> tu
         if point.fault:
             return point.fault
         if not point.builtin and point.name in RESERVED:
-            return State(
-                "broken", f"the name {point.name} is reserved for hal itself", "rename the entry point"
-            )
+            return State("broken", f"the name {point.name} is reserved for hal itself", "rename the entry point")
         plugin = attempt(f"importing {point.value}", EntryPoint(point.name, point.value, GROUP).load)
         if isinstance(plugin, State):
             needs = excludes_hal(point.dist)
@@ -304,9 +297,7 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def examine(
-    requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None, who: str = ""
-) -> State:
+def examine(requires: Iterable[str], install: str, probe: str | Callable[[], Any] | None, who: str = "") -> State:
     """The state that requirements and a probe say."""
     for need in requires:
         lacking = missing(need)

@@ -55,17 +55,10 @@ def dispatcher(op: str) -> Callable[..., Any]:
         return _first(spec, given, backend, kind)
 
     fn = _generate.write_dispatcher(
-        spec,
-        _live=live,
-        _scope=_scope.scope.get,
-        _missing=_MISSING,
-        _first=first,
-        _check_values=_value_check(spec),
+        spec, _live=live, _scope=_scope.scope.get, _missing=_MISSING, _first=first, _check_values=_value_check(spec)
     )
     fn.__doc__ = spec.doc
-    extra = inspect.Parameter(
-        "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
-    )
+    extra = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
     fn.__signature__ = spec.signature.replace(parameters=[*spec.signature.parameters.values(), extra])  # type: ignore[attr-defined]
     _dispatchers[op] = spec, fn
     return fn
@@ -233,9 +226,7 @@ def _check_calls(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable
         if kind is not None:
             seen.add(kind)
 
-    fn = _generate.write_checked(
-        spec, _run=run, _seen=seen, _first=first, _full=full, _check_values=_value_check(spec)
-    )
+    fn = _generate.write_checked(spec, _run=run, _seen=seen, _first=first, _full=full, _check_values=_value_check(spec))
     fn.__doc__ = spec.doc
     fn.__signature__ = spec.signature  # type: ignore[attr-defined]
     return fn
@@ -308,9 +299,7 @@ def warmup(
     kind = where.type
     if backend is not None and backend not in table.entries:
         near = _env.did_you_mean(backend, table.entries)
-        raise SelectionError(
-            f"hal: warmup: unknown backend {backend}{near}; known: {', '.join(table.entries)}"
-        )
+        raise SelectionError(f"hal: warmup: unknown backend {backend}{near}; known: {', '.join(table.entries)}")
     ready: list[tuple[str, str | Callable[..., Any]]] = []
     for name, entry in table.entries.items():
         if backend is not None and name != backend:

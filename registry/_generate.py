@@ -119,8 +119,7 @@ def _parts(spec: OpSpec) -> dict[str, str]:
         "sizes": sizes if sizes in ("True", "False") else f"_signed is None and ({sizes})",
         "own_sizes": f"else: _check_sizes({', '.join(spec.args)})" if spec.check_sizes else "",
         "call": ", ".join(
-            f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
-            for p in spec.signature.parameters.values()
+            f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in spec.signature.parameters.values()
         ),
     }
 

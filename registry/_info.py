@@ -96,12 +96,9 @@ def _status(entry: Entry) -> dict[str, str]:
 
 def _variable(table: Table, name: str) -> dict[str, str]:
     """A variable's value in force and who set it."""
-    setting = {
-        "HAL_BACKEND": "backend",
-        "HAL_FALLBACK": "fallback",
-        "HAL_CHECKS": "checks",
-        "HAL_TRACE": "trace",
-    }.get(name, "")
+    setting = {"HAL_BACKEND": "backend", "HAL_FALLBACK": "fallback", "HAL_CHECKS": "checks", "HAL_TRACE": "trace"}.get(
+        name, ""
+    )
     if table.settings.get(setting):
         return {"name": name, "value": str(table.settings[setting]), "source": "hal.configure"}
     if name in table.environment.given:
@@ -110,9 +107,7 @@ def _variable(table: Table, name: str) -> dict[str, str]:
     return {
         "name": name,
         "value": default
-        or {"HAL_BACKEND": "auto", "HAL_PLUGINS": "all", "HAL_ENGINES": "none", "HAL_TRACE": "0"}.get(
-            name, ""
-        ),
+        or {"HAL_BACKEND": "auto", "HAL_PLUGINS": "all", "HAL_ENGINES": "none", "HAL_TRACE": "0"}.get(name, ""),
         "source": "default",
     }
 

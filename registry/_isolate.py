@@ -47,11 +47,7 @@ class State:
         return self.state == "ready"
 
     def __str__(self) -> str:
-        return (
-            self.state
-            + (f": {self.reason}" if self.reason else "")
-            + (f" — {self.remedy}" if self.remedy else "")
-        )
+        return self.state + (f": {self.reason}" if self.reason else "") + (f" — {self.remedy}" if self.remedy else "")
 
 
 READY = State("ready")

@@ -113,9 +113,7 @@ class Backend:
         """Raises a `TypeError` or `ValueError` where the manifest is not what it should be: one word for a list of one
         is the commonest slip, and would be read letter by letter."""
         if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"the backend's name {self.name!r}: expected lower case letters, digits, _ and -"
-            )
+            raise ValueError(f"the backend's name {self.name!r}: expected lower case letters, digits, _ and -")
         if not isinstance(self.lanes, Mapping) or not self.lanes:
             raise TypeError(f"{self.name}: lanes: expected lane -> device types; got {self.lanes!r}")
         for lane, devices in self.lanes.items():
@@ -168,11 +166,7 @@ class Backend:
 
 
 def _words(what: str, words: object) -> None:
-    if (
-        isinstance(words, str)
-        or not isinstance(words, Sequence)
-        or not all(isinstance(w, str) for w in words)
-    ):
+    if isinstance(words, str) or not isinstance(words, Sequence) or not all(isinstance(w, str) for w in words):
         raise TypeError(f"{what}: expected a sequence of strings; got {words!r}")
 
 

@@ -49,11 +49,7 @@ class Explanation:
     """The engine's layer that asks, inside an engine; else empty."""
 
     def __str__(self) -> str:
-        head = (
-            f"hal: {self.call} runs on {self.chosen.name}"
-            if self.chosen
-            else f"hal: no backend for {self.call}"
-        )
+        head = f"hal: {self.call} runs on {self.chosen.name}" if self.chosen else f"hal: no backend for {self.call}"
         if self.chosen and self.chosen.lane != "device":
             head += f" (lane {self.chosen.lane})"
         width = max((len(v.name) for v in self.verdicts), default=0)
@@ -70,10 +66,7 @@ class Explanation:
         from hal._show import Grid, page
 
         head, *_, last = str(self).splitlines()
-        rows = [
-            (v.name, v.lane, v.state, v.reason + (f" — {v.remedy}" if v.remedy else ""))
-            for v in self.verdicts
-        ]
+        rows = [(v.name, v.lane, v.state, v.reason + (f" — {v.remedy}" if v.remedy else "")) for v in self.verdicts]
         return page(head, [Grid("", ("backend", "lane", "state", "why"), rows)], [last.strip()])
 
     def _advice(self) -> str:
@@ -211,9 +204,7 @@ def settle(table: Table, explanation: Explanation, selection: Selection | None, 
     if not table.trace:
         return selection
     lane = "" if explanation.chosen.lane == "device" else f" ({explanation.chosen.lane})"
-    run = _trace.count_calls(
-        selection.run, explanation.op, explanation.chosen.name + lane, device, table.trace
-    )
+    run = _trace.count_calls(selection.run, explanation.op, explanation.chosen.name + lane, device, table.trace)
     return replace(selection, run=run)
 
 
@@ -247,9 +238,7 @@ def _report_downgrades(table: Table, explanation: Explanation) -> None:
     if not passed and not at_reference:
         return
     if table.fallback == "error":
-        raise NoBackendError(
-            f"{explanation}\n  HAL_FALLBACK=error forbids going on with {explanation.chosen.name}."
-        )
+        raise NoBackendError(f"{explanation}\n  HAL_FALLBACK=error forbids going on with {explanation.chosen.name}.")
     for v in passed or [Verdict("(none)", "device", "absent", "no backend for this device")]:
         table.observers.tell("hal_on_fallback", op=explanation.op, backend=v.name, reason=v.reason)
         key = (explanation.op, v.name, v.reason, explanation.chosen.name)
@@ -322,9 +311,7 @@ def _others(table: Table, op: str, device: str, asked: Sequence[Entry | None]) -
             fits = entry.manifest is not None and device in entry.manifest.lanes.get("device", ())
             if state.ready and not fits:
                 continue
-            out.append(
-                Verdict(entry.name, "device", state.state, state.reason or "not asked for", state.remedy)
-            )
+            out.append(Verdict(entry.name, "device", state.state, state.reason or "not asked for", state.remedy))
     return out
 
 

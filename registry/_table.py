@@ -124,9 +124,7 @@ class Live:
                     table = self._discovered(self.registered, self.environment or _env.Environment.read())
         return table  # type: ignore[no-any-return]
 
-    def rediscover(
-        self, registered: Mapping[str, Entry], environment: _env.Environment | None = None
-    ) -> None:
+    def rediscover(self, registered: Mapping[str, Entry], environment: _env.Environment | None = None) -> None:
         """A new table of the plugins and of what was registered; on an error the old one stays.
 
         Args:
@@ -174,11 +172,7 @@ def reload() -> None:
 
 
 def configure(
-    *,
-    backend: str | None = None,
-    fallback: str | None = None,
-    checks: str | None = None,
-    trace: str | None = None,
+    *, backend: str | None = None, fallback: str | None = None, checks: str | None = None, trace: str | None = None
 ) -> None:
     """Process-wide settings, for an engine's flags; stronger than the environment.
 
@@ -207,9 +201,7 @@ def configure(
             raise SelectionError(f"hal: configure({name}={value!r}): expected a text, or None")
         if allowed and value and value not in allowed:
             near = _env.did_you_mean(value, allowed)
-            raise SelectionError(
-                f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{near}"
-            )
+            raise SelectionError(f"hal: configure({name}={value!r}): expected one of {', '.join(allowed)}{near}")
     given = {"backend": backend, "fallback": fallback, "checks": checks, "trace": trace}
     with live.lock:
         if live.loading:

@@ -13,14 +13,9 @@ def hal_backend() -> Backend:
         name="ascend",
         lanes={"device": ("npu",), "lowered": ("cpu",)},
         ops=kernels(
-            __name__,
-            refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN)),
-            graph_safe=True,
+            __name__, refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN)), graph_safe=True
         ),
-        requires={
-            "device": ("torch-npu>=2.6", _TRITON),
-            "lowered": (_TRITON, "ascendnpu-ir>=1.2", "llvmlite>=0.43"),
-        },
+        requires={"device": ("torch-npu>=2.6", _TRITON), "lowered": (_TRITON, "ascendnpu-ir>=1.2", "llvmlite>=0.43")},
         probe={"device": f"{__name__}._probe:device", "lowered": f"{__name__}._probe:lowered"},
         status=f"{__name__}._probe:status",
         limits={

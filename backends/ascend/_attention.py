@@ -148,25 +148,19 @@ def over_tiles(
             kc = k_base + (slot // page) * kc_page + (slot % page) * kc_token
             there = r[:, None] < count.to(tl.int32)
             ka = tl.load(
-                kc + r[:, None] * kc_token + column_a[None, :],
-                mask=there & (column_a[None, :] < K_DIM),
-                other=0.0,
+                kc + r[:, None] * kc_token + column_a[None, :], mask=there & (column_a[None, :] < K_DIM), other=0.0
             )
             if K_B:
                 column_b = K_A + tl.arange(0, K_B)
                 kb = tl.load(
-                    kc + r[:, None] * kc_token + column_b[None, :],
-                    mask=there & (column_b[None, :] < K_DIM),
-                    other=0.0,
+                    kc + r[:, None] * kc_token + column_b[None, :], mask=there & (column_b[None, :] < K_DIM), other=0.0
                 )
             if SHARED:
                 v = ka
             else:
                 vc = v_base + (slot // page) * vc_page + (slot % page) * vc_token
                 v = tl.load(
-                    vc + r[:, None] * vc_token + column_v[None, :],
-                    mask=there & (column_v[None, :] < V_DIM),
-                    other=0.0,
+                    vc + r[:, None] * vc_token + column_v[None, :], mask=there & (column_v[None, :] < V_DIM), other=0.0
                 )
         else:
             ka = tl.full([KEYS, K_A], 0.0, k_base.dtype.element_ty)
@@ -295,6 +289,4 @@ def tiling(q: Tensor, k_cache: Tensor, v_cache: Tensor, wanted: int, pieces: boo
     tile = min(32, max(16, pow2(wanted)))
     keys = 64 if tile == 16 or runs else 32
     static |= {"KEYS": keys, "K_A": part, "K_B": max(16, pow2(rest)) if rest else 0, "B_V": b_v}
-    return Tiling(
-        tile, cores // 2, max(1, slots) if flat else page, {**static, "RUNS": runs, "SHARED": shared}
-    )
+    return Tiling(tile, cores // 2, max(1, slots) if flat else page, {**static, "RUNS": runs, "SHARED": shared})

@@ -34,23 +34,12 @@ def cases() -> Iterator[Case]:
         return of("rope_kv_write", name, _rows, _rope, **{"n": 64, "slots": 256, **heads, **params})
 
     def transfer(name: str, src: str, dst: str, page: int, **params: Any) -> Case:
-        same = {
-            "src": src,
-            "dst": dst,
-            "src_page": page,
-            "dst_page": page,
-            "src_slots": 256,
-            "dst_slots": 256,
-        }
+        same = {"src": src, "dst": dst, "src_page": page, "dst_page": page, "src_slots": 256, "dst_slots": 256}
         rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128}
-        return of(
-            "kv_transfer", f"{name}-{src}-{dst}-page{page}", _slots, _transfer, **{**same, **rows, **params}
-        )
+        return of("kv_transfer", f"{name}-{src}-{dst}-page{page}", _slots, _transfer, **{**same, **rows, **params})
 
     for i in ("i32", "i64"):
-        yield of(
-            "get_last_loc", f"bs256-{i}", _rows, _last_loc, bs=256, requests=256, width=4096, index=i, lens=i
-        )
+        yield of("get_last_loc", f"bs256-{i}", _rows, _last_loc, bs=256, requests=256, width=4096, index=i, lens=i)
         sizes = {"bs": 64, "requests": 64, "width": 4096, "longest": 512}
         dtypes = {"index": i, "offsets": i, "out": i}
         yield of("assign_extend_cache_locs", f"bs64-{i}", _capacity, _assign, **sizes, **dtypes)
@@ -65,9 +54,7 @@ def cases() -> Iterator[Case]:
         for page in (1, 16, 64, 128):
             kinds = {"table": i, "lens": i, "indptr": i, "out": i, "start": i, "page_size": page}
             rows = {"bs": 64, "blocks": 4096 // page, "longest": 4096}
-            yield of(
-                "build_kv_indices_from_blocks", f"bs64-{i}-page{page}", _capacity, _blocks, **rows, **kinds
-            )
+            yield of("build_kv_indices_from_blocks", f"bs64-{i}-page{page}", _capacity, _blocks, **rows, **kinds)
         pages = {"bs": 64, "requests": 64, "width": 4096, "index": i, "lens": i, "out": i}
         for page in (1, 16, 64):
             table = {**pages, "page_size": page, "pages": 4096 // page}
@@ -95,13 +82,7 @@ def cases() -> Iterator[Case]:
             if name == "largest":
                 heads["n"] = 2
             yield of(
-                "kv_write",
-                f"{name}-{dtype}-page{page}",
-                _slots_of_k,
-                _written,
-                **heads,
-                cache="paged",
-                page_size=page,
+                "kv_write", f"{name}-{dtype}-page{page}", _slots_of_k, _written, **heads, cache="paged", page_size=page
             )
     for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
         mla = {"n": 64, "slots": 256, "lora_dim": 512, "rope_dim": 64, "dtype": dtype, "page_size": page}
@@ -110,14 +91,7 @@ def cases() -> Iterator[Case]:
         yield of("mla_rope_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _joined, **mla)
         norm = {"n": 160, "slots": 256, "dtype": dtype, "cache": "paged", "page_size": page}
         heads = {"q_heads": 32, "kv_heads": 4, "head_dim": 128}
-        yield of(
-            "qk_norm_rope_kv_write",
-            f"qwen3-30b-a3b-{dtype}-page{page}",
-            _slots_of_k,
-            _normed,
-            **norm,
-            **heads,
-        )
+        yield of("qk_norm_rope_kv_write", f"qwen3-30b-a3b-{dtype}-page{page}", _slots_of_k, _normed, **norm, **heads)
     heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 2048, "dtype": "fp32", "n": 160, "slots": 160}
     pairs = {**heads, "head_dim": 512, "interleaved": True}
     yield of("qk_norm_rope_kv_write", "largest-fp32", _slots_of_k, _normed, **heads)
@@ -125,12 +99,7 @@ def cases() -> Iterator[Case]:
     narrow = {**pairs, "q_heads": 32, "head_dim": 128, "dtype": "bf16"}
     yield of("qk_norm_rope_kv_write", "llama3-8b-bf16-interleaved", _slots_of_k, _normed, **narrow)
     yield of("qk_norm_rope_kv_write", "largest-fp32-tail", _slots_of_k, _normed, **heads, rotary_dim=64)
-    for page, layout in (
-        (1, "layer_first"),
-        (16, "page_first_direct"),
-        (64, "page_head"),
-        (128, "page_first"),
-    ):
+    for page, layout in ((1, "layer_first"), (16, "page_first_direct"), (64, "page_head"), (128, "page_first")):
         rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128, "slots": 256, "room": 8}
         name = f"mha-8x128-{layout}-page{page}"
         yield of("kv_move", name, _slots, _moved, **rows, layout=layout, page=page)
@@ -139,26 +108,16 @@ def cases() -> Iterator[Case]:
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
             heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
             yield of(
-                "decode_attention",
-                f"{name}-{dtype}-page{page}",
-                _keys,
-                _attended,
-                **attend,
-                **heads,
-                page_size=page,
+                "decode_attention", f"{name}-{dtype}-page{page}", _keys, _attended, **attend, **heads, page_size=page
             )
     heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "bs": 1, "longest": 16}
-    yield of(
-        "decode_attention", "largest-fp32", _keys, _attended, **{**attend, **heads}, q_heads=1, head_dim=2048
-    )
+    yield of("decode_attention", "largest-fp32", _keys, _attended, **{**attend, **heads}, q_heads=1, head_dim=2048)
     # Four query heads of such a width fill a tile, and k is read again for every tile, and as v.
     mla = {**attend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
     yield of("decode_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
     for dtype, page in (("bf16", 16), ("fp32", 128)):
         kind = {"dtype": dtype, "page_size": page, "logit_cap": 0.0, "bs": 8, "longest": 256}
-        yield of(
-            "decode_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind}
-        )
+        yield of("decode_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind})
     # Eight new tokens are 1 to 4 tiles, and each copies the keys that it sees.
     extend = {**attend, "longest": 8, "prefix": 120}
     for name, (q_heads, kv_heads, head_dim) in shapes.items():
@@ -169,15 +128,7 @@ def cases() -> Iterator[Case]:
                 page_size=page,
             )  # fmt: skip
     # One token a tile, of the widest heads; of MLA a tile for every four heads, and k again as v.
-    heads = {
-        "kv_heads": 1,
-        "dtype": "fp32",
-        "logit_cap": 5.0,
-        "sliding_window": 8,
-        "bs": 1,
-        "longest": 4,
-        "prefix": 4,
-    }
+    heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "sliding_window": 8, "bs": 1, "longest": 4, "prefix": 4}
     widest = {**extend, **heads, "q_heads": 1, "head_dim": 2048}
     yield of("extend_attention", "largest-fp32", _keys, _attended, 3.0, **widest)
     narrow = {**extend, **heads, "q_heads": 1, "head_dim": 8}
@@ -187,9 +138,7 @@ def cases() -> Iterator[Case]:
     for dtype, page in (("bf16", 16), ("fp32", 128)):
         kind = {"dtype": dtype, "page_size": page, "bs": 8, "longest": 8, "prefix": 120}
         kind |= {"logit_cap": 0.0, "sliding_window": -1}
-        yield of(
-            "extend_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind}
-        )
+        yield of("extend_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind})
     yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)
@@ -311,11 +260,7 @@ def _normed(a: dict[str, Any]) -> int:
     # What rope leaves alone is normed all the same.
     n, angles = a["q"].shape[0], a["cos_sin_cache"]
     rows = 2 * _bytes(a["q"]) + 3 * _bytes(a["k"]) + 2 * _bytes(a["v"]) + _bytes(a["positions"], a["slots"])
-    return (
-        rows
-        + int(n) * int(angles.shape[1]) * int(angles.element_size())
-        + _bytes(a["q_weight"], a["k_weight"])
-    )
+    return rows + int(n) * int(angles.shape[1]) * int(angles.element_size()) + _bytes(a["q_weight"], a["k_weight"])
 
 
 def _moved(a: dict[str, Any]) -> int:

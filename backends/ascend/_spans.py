@@ -38,9 +38,7 @@ def clamped(starts, ends, j, most):
 
 
 @triton.jit
-def write_indptr(
-    prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, WORDS: tl.constexpr, keep=None
-):
+def write_indptr(prefixes, lens, indptr, bs, capacity, PREFIXED: tl.constexpr, WORDS: tl.constexpr, keep=None):
     """``indptr[j]``: the tokens before request `j`, at most `capacity`; a block at a time, as words of int32. Of a
     request at most `keep` count."""
     lane = tl.arange(0, 64 * WORDS)

@@ -18,12 +18,8 @@ from hal.triton import launch
 BLOCK = 64
 
 
-@launch.jit(
-    do_not_specialize=("lens", "lasts", "free", "out", "result", "bs", "n", "page_size", "share"),
-)
-def _alloc_decode(
-    lens, lasts, free, out, result, bs, n, page_size, share, BLOCK: tl.constexpr, WORDS: tl.constexpr
-):
+@launch.jit(do_not_specialize=("lens", "lasts", "free", "out", "result", "bs", "n", "page_size", "share"))
+def _alloc_decode(lens, lasts, free, out, result, bs, n, page_size, share, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     lane = tl.arange(0, BLOCK * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)
@@ -61,9 +57,7 @@ def _alloc_decode(
         tl.store(result, taken)
 
 
-def alloc_decode(
-    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
-) -> Tensor:
+def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
     """The contract is `hal.ops.alloc_decode`'s."""
     bs = seq_lens.shape[0]
     result = torch.empty(1, dtype=torch.int64, device=out.device)

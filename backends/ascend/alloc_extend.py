@@ -67,9 +67,7 @@ def _alloc_extend(
                             slots, above = put_run(slots, above, lane, lane_f, done, run, slot, WORDS)
                         done += run
                 if WORDS == 2:
-                    tl.store(
-                        out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2
-                    )
+                    tl.store(out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2)
                 else:
                     tl.store(out + t + lane, slots, mask=lane < count.to(tl.int32))
             at += seq - prefix

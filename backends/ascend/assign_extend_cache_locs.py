@@ -52,9 +52,7 @@ def _assign(
                     beyond = tl.where(known, beyond, 0)
                     slot = tl.full([BLOCK], -1, tl.int32)
                     if inside < beyond:
-                        slot = tl.load(
-                            table + row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1
-                        )
+                        slot = tl.load(table + row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1)
                     if WORDS == 2:
                         tl.store(out + t * 2 + wide, tl.interleave(slot, slot >> 31), mask=wide < count * 2)
                     else:

@@ -67,9 +67,7 @@ def _kv_indices_from_blocks(
                         position = begin + done
                         inside = position % page_size
                         run = tl.minimum(beyond - done, page_size - inside)
-                        page = tl.load(table + tl.cast(j, tl.int64) * stride + position // page_size).to(
-                            tl.int64
-                        )
+                        page = tl.load(table + tl.cast(j, tl.int64) * stride + position // page_size).to(tl.int64)
                         if (page >= 0) & (page <= most):
                             slot = page * page_size + inside
                             if WORDS == 2:
@@ -77,9 +75,7 @@ def _kv_indices_from_blocks(
                             slots, above = put_run(slots, above, lane, lane_f, done, run, slot, WORDS)
                         done += run
                 if WORDS == 2:
-                    tl.store(
-                        out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2
-                    )
+                    tl.store(out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2)
                 else:
                     tl.store(out + t + lane, slots, mask=lane < count.to(tl.int32))
             at += kept

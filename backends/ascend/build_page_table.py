@@ -39,9 +39,7 @@ def _page_table(
         row = table + tl.where(length > 0, request, 0) * stride
         to = out + tl.cast(i, tl.int64) * out_stride + tl.cast(first, tl.int64) * WORDS
         # The columns of this block's pages that the request has tokens in.
-        used = tl.minimum(tl.cdiv(length - tl.cast(first, tl.int64) * page_size, page_size), count).to(
-            tl.int32
-        )
+        used = tl.minimum(tl.cdiv(length - tl.cast(first, tl.int64) * page_size, page_size), count).to(tl.int32)
         if SINGLE:
             slot = tl.full([BLOCK], -1, tl.int32)
             if used > 0:

@@ -48,9 +48,7 @@ def _positions(
         tl.store(out + t * WORDS + wide, tl.full([BLOCK * WORDS], -1, tl.int32), mask=wide < count * WORDS)
 
 
-def compute_positions(
-    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
-) -> Tensor:
+def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
     """The contract is `hal.ops.compute_positions`'s."""
     capacity = out.shape[0]
     if capacity == 0 and indptr is None:

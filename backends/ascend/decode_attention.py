@@ -26,9 +26,7 @@ INTS = (
 )  # fmt: skip
 
 
-@launch.jit(
-    do_not_specialize=("q", "k_cache", "v_cache", "indptr", "indices", "out", "lse", "scale", "cap", *INTS)
-)
+@launch.jit(do_not_specialize=("q", "k_cache", "v_cache", "indptr", "indices", "out", "lse", "scale", "cap", *INTS))
 def _decode_attention(
     q, k_cache, v_cache, indptr, indices, out, lse, scale, cap,
     bs, nnz, num_slots, page, window, q_token, q_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,

@@ -19,9 +19,7 @@ from hal.triton import launch
 
 
 @launch.jit(do_not_specialize=("table", "requests", "lens", "out", "n", "stride", "height", "width"))
-def _get_last_loc(
-    table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr
-):
+def _get_last_loc(table, requests, lens, out, n, stride, height, width, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     lane = tl.arange(0, BLOCK * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)

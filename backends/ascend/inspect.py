@@ -75,11 +75,7 @@ def inspect(kernel: str | None = None, targets: Sequence[str] = ()) -> list[dict
 
 
 def _row(
-    case: Case,
-    args: dict[str, Any],
-    launches: list[Any],
-    compiled: dict[tuple[str, str], Any],
-    chips: Sequence[str],
+    case: Case, args: dict[str, Any], launches: list[Any], compiled: dict[tuple[str, str], Any], chips: Sequence[str]
 ) -> dict[str, Any]:
     from hal.lowered.compile import compile_for
     from hal.lowered.lint import lint
@@ -117,11 +113,7 @@ def _row(
         "ub_available": tight.ub_available,
         "targets": targets,
     }
-    wrong = [
-        f"{row[k]} {k}"
-        for k in ("scalar_gathers", "rmw_stores", "int64_vectors", "scalar_accesses")
-        if row[k]
-    ]
+    wrong = [f"{row[k]} {k}" for k in ("scalar_gathers", "rmw_stores", "int64_vectors", "scalar_accesses") if row[k]]
     wrong += [f"{t}: {why}" for t, why in targets.items() if why not in ("codegen", "binary")]
     if tight.ub_share > UB_LIMIT:
         wrong.append(f"UB {tight.ub_share:.0%} of {tight.target}, at most {UB_LIMIT:.0%}")
@@ -142,29 +134,13 @@ def regressions(rows: list[dict[str, Any]], before: dict[str, dict[str, float]])
     out = [f"{case}: not inspected any more" for case in before if case not in now]
     out += [f"{case}: not recorded yet" for case in now if case not in before]
     for case in (c for c in now if c in before):
-        out += [
-            f"{case}: {c} {now[case][c]}, was {before[case][c]}"
-            for c in COSTS
-            if now[case][c] > before[case][c]
-        ]
+        out += [f"{case}: {c} {now[case][c]}, was {before[case][c]}" for c in COSTS if now[case][c] > before[case][c]]
     return out
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """`inspect`'s rows as text."""
-    head = (
-        "op",
-        "case",
-        "gather",
-        "rmw",
-        "i64",
-        "scalar",
-        "dma/token",
-        "bytes x",
-        "UB",
-        "compiles for",
-        "verdict",
-    )
+    head = ("op", "case", "gather", "rmw", "i64", "scalar", "dma/token", "bytes x", "UB", "compiles for", "verdict")
     body = []
     for r in rows:
         ok = [t for t, s in r["targets"].items() if s in ("codegen", "binary")]
@@ -184,9 +160,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
         )
     width = [max(len(x[i]) for x in (head, *body)) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body)
-    )
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, width, strict=True)).rstrip() for line in (head, *body))
 
 
 def main() -> int:
@@ -197,16 +171,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="hal inspect ascend", description=inspect.__doc__)
     parser.add_argument("kernel", nargs="?")
     parser.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="CHIP",
-        help="compile for this chip alone; repeat for several",
+        "--target", action="append", default=[], metavar="CHIP", help="compile for this chip alone; repeat for several"
     )
     parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="fail where a kernel costs more than recorded"
-    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help="fail where a kernel costs more than recorded")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the costs, for --against")
     given = parser.parse_args()
     os.environ.setdefault("HAL_LANE", "lowered")

@@ -61,13 +61,7 @@ def _move_rows(
 
 
 def kv_transfer(
-    src: KVPool,
-    dst: KVPool,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    *,
-    layers: range | None = None,
-    method: str = "auto",
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *, layers: range | None = None, method: str = "auto"
 ) -> None:
     """The contract is `hal.ops.kv_transfer`'s. Slots on the device only where both pools are there."""
     todo = range(src.num_layers) if layers is None else layers
@@ -75,9 +69,7 @@ def kv_transfer(
         return
     there = dst.device if src.device.type == "cpu" else src.device
     if src_slots.device.type == "cpu" and captured(there):
-        raise HalError(
-            "hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device"
-        )
+        raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
     if src.device != dst.device or method == "direct":
         with current(there):
             _runtime.stage(src, dst, src_slots, dst_slots, todo, move)
@@ -85,9 +77,7 @@ def kv_transfer(
         move(src, dst, slots_on(src_slots, there), slots_on(dst_slots, there), todo, todo)
 
 
-def move(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range
-) -> None:
+def move(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, src_layers: range, dst_layers: range) -> None:
     """Rows from pool to pool by the kernel. Pools and slots are on one device."""
     for name in ("k", "v"):
         a, b = getattr(src, name), getattr(dst, name)
@@ -133,12 +123,7 @@ def _move(
 
 
 def through(
-    pool: KVPool,
-    half: Tensor | tuple[Tensor, ...],
-    rows: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    layers: range,
+    pool: KVPool, half: Tensor | tuple[Tensor, ...], rows: Tensor, src_slots: Tensor, dst_slots: Tensor, layers: range
 ) -> None:
     """Rows of those layers of one half to other slots, by way of `rows` ``[layers, n, bytes]``."""
     between = KVPool(rows, None, layout="layer_first")

@@ -14,12 +14,7 @@ from hal.ops.mla_kv_write import as_kv_write
 
 
 def mla_kv_write(
-    kv_lora: Tensor,
-    k_rope: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    *,
-    kv_scale: float | Tensor | None = None,
+    kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, kv_scale: float | Tensor | None = None
 ) -> None:
     """The contract is `hal.ops.mla_kv_write`'s; no fp8 cache, so no scale is read."""
     kv_write(**as_kv_write(locals()))

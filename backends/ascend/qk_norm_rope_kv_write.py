@@ -58,9 +58,7 @@ def _heads(
     rest = tl.full([TILE, B_TAIL], 0.0, tl.float32)
     square = tl.full([TILE], 0.0, tl.float32)
     if TAIL > 0:
-        rest = tl.load(at + head * stride + 2 * HALF + tail, mask=mine & (tail < TAIL), other=0.0).to(
-            tl.float32
-        )
+        rest = tl.load(at + head * stride + 2 * HALF + tail, mask=mine & (tail < TAIL), other=0.0).to(tl.float32)
         square = tl.sum(rest * rest, 1)
     if PAIRS:
         a = tl.load(at + head * stride + both, mask=mine & (both < 2 * HALF), other=0.0).to(tl.float32)
@@ -104,9 +102,7 @@ def _store(
         tl.store(to + head * stride + HALF + column, b.to(to.dtype.element_ty), mask=mine & (column < HALF))
     if TAIL > 0:
         tail = tl.arange(0, B_TAIL)[None, :]
-        tl.store(
-            to + head * stride + 2 * HALF + tail, rest.to(to.dtype.element_ty), mask=mine & (tail < TAIL)
-        )
+        tl.store(to + head * stride + 2 * HALF + tail, rest.to(to.dtype.element_ty), mask=mine & (tail < TAIL))
 
 
 @launch.jit(do_not_specialize=(*TENSORS, "q_weight", "k_weight", "eps", *INTS))
@@ -132,21 +128,7 @@ def _qk_norm_rope_kv_write(
                 at = q + t * q_token + first * q_head
                 heads = Q_HEADS - first
                 a, b, rest = _heads(
-                    at,
-                    q_a,
-                    q_b,
-                    q_rest,
-                    cos,
-                    sin,
-                    heads,
-                    q_head,
-                    eps,
-                    HALF,
-                    TAIL,
-                    Q_TILE,
-                    B_HALF,
-                    B_TAIL,
-                    PAIRS,
+                    at, q_a, q_b, q_rest, cos, sin, heads, q_head, eps, HALF, TAIL, Q_TILE, B_HALF, B_TAIL, PAIRS
                 )
                 _store(at, a, b, rest, heads, q_head, HALF, TAIL, Q_TILE, B_HALF, B_TAIL, PAIRS)
             write = False
@@ -160,21 +142,7 @@ def _qk_norm_rope_kv_write(
                 at = k + t * k_token + first * k_head
                 heads = KV_HEADS - first
                 a, b, rest = _heads(
-                    at,
-                    k_a,
-                    k_b,
-                    k_rest,
-                    cos,
-                    sin,
-                    heads,
-                    k_head,
-                    eps,
-                    HALF,
-                    TAIL,
-                    K_TILE,
-                    B_HALF,
-                    B_TAIL,
-                    PAIRS,
+                    at, k_a, k_b, k_rest, cos, sin, heads, k_head, eps, HALF, TAIL, K_TILE, B_HALF, B_TAIL, PAIRS
                 )
                 if WRITE_K:
                     _store(at, a, b, rest, heads, k_head, HALF, TAIL, K_TILE, B_HALF, B_TAIL, PAIRS)

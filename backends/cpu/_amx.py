@@ -244,12 +244,7 @@ def merge_dims(typingctx: Any, to: Any, x: Any, n: Any) -> Any:
         half = b.lshr(n_, I64(1))
         with steps(b, I64(0), half, LANES) as i:
             even, odd = vec.read(b, x_, "fp32", i), vec.read(b, x_, "fp32", b.add(i, half))
-            vec.write(
-                b,
-                to_,
-                b.shl(i, I64(1)),
-                vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]),
-            )
+            vec.write(b, to_, b.shl(i, I64(1)), vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]))
         return context.get_dummy_value()
 
     return types.void(to, x, types.int64), codegen

@@ -40,9 +40,7 @@ def fits(q: Tensor, v_head_dim: int, logit_cap: float, v_scale: object, lse: Ten
     return q.shape[2] == v_head_dim and not logit_cap and v_scale is None
 
 
-def fused(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse): ``q [heads, rows, dim]``, ``k, v [len, kv_heads, dim]``; seen ``[rows, len]``, None: all.
 
     causal: row i sees keys up to i.

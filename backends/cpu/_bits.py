@@ -180,9 +180,7 @@ def move(typingctx: Any, dst: Any, src: Any, n: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         void = I8.as_pointer()
-        cgutils.raw_memcpy(
-            b, b.bitcast(args[0], void), b.bitcast(args[1], void), args[2], FORMATS[src.kind].bits // 8
-        )
+        cgutils.raw_memcpy(b, b.bitcast(args[0], void), b.bitcast(args[1], void), args[2], FORMATS[src.kind].bits // 8)
 
     return types.void(dst, src, types.int64), codegen
 
@@ -214,10 +212,7 @@ def fence(typingctx: Any) -> Any:
         # Elsewhere the caller's own synchronisation orders such stores like any other.
         if platform.machine() in ("x86_64", "AMD64"):
             b.call(
-                cgutils.get_or_insert_function(
-                    b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"
-                ),
-                [],
+                cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"), []
             )
 
     return types.void(), codegen

@@ -80,9 +80,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 store(tops, r, np.float32(-np.inf))
                 store(sums, r, np.float32(0.0))
                 x = shift(
-                    q,
-                    (t_first + min(r, rows - 1) // group) * q_token
-                    + (h * group + min(r, rows - 1) % group) * q_head,
+                    q, (t_first + min(r, rows - 1) // group) * q_token + (h * group + min(r, rows - 1) % group) * q_head
                 )
                 if TILES:
                     y = cast(shift(query, r * (dim // 2)), "bf16")
@@ -131,12 +129,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                     if TILES:
                         tile_scores(
-                            scores,
-                            width,
-                            cast(shift(query, r * (dim // 2)), "bf16"),
-                            cast(packed_k, "bf16"),
-                            seen,
-                            dim,
+                            scores, width, cast(shift(query, r * (dim // 2)), "bf16"), cast(packed_k, "bf16"), seen, dim
                         )
                     else:
                         panel_scores(scores, width, shift(query, r * dim), packed_k, seen, dim, KEYS)
@@ -162,27 +155,13 @@ def _kernel(  # type: ignore[no-untyped-def]
                             )
                         else:
                             keep = soften_row(
-                                row,
-                                row,
-                                seen,
-                                all_,
-                                begin_,
-                                end_,
-                                alive,
-                                shift(tops, i),
-                                shift(sums, i),
-                                scale,
+                                row, row, seen, all_, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
                             )
                         if keep != np.float32(1.0):
                             stretch(shift(acc, i * v_dim), v_dim, keep)
                     if TILES:
                         tile_sums(
-                            shift(acc, r * v_dim),
-                            v_dim,
-                            cast(scores, "bf16"),
-                            width,
-                            cast(packed_v, "bf16"),
-                            seen,
+                            shift(acc, r * v_dim), v_dim, cast(scores, "bf16"), width, cast(packed_v, "bf16"), seen
                         )
                     else:
                         panel_weigh(shift(acc, r * v_dim), v_dim, scores, width, packed_v, seen)

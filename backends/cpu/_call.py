@@ -30,11 +30,4 @@ def need_cpu(op: str, *tensors: Tensor | None) -> None:
 def place(cache: Tensor, scale: float | Tensor | None, row_dims: int = 2) -> Place:
     """A cache as a kernel takes it: address, kind, page, token and head strides, scale."""
     page, token, head = strides(cache, row_dims)
-    return (
-        cache.data_ptr(),
-        KIND.get(cache.dtype, SAME),
-        page,
-        token,
-        head,
-        1.0 if scale is None else float(scale),
-    )
+    return (cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, 1.0 if scale is None else float(scale))

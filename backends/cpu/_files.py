@@ -56,9 +56,7 @@ def unsafe(folder: Path) -> str | None:
         if found.st_uid not in (0, me):
             return f"{place} belongs to uid {found.st_uid}, not to you (uid {me}) or root"
         sticky = place != folder and found.st_mode & stat.S_ISVTX
-        others = found.st_mode & stat.S_IWOTH or (
-            found.st_mode & stat.S_IWGRP and not _private(found.st_gid, me)
-        )
+        others = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _private(found.st_gid, me))
         if others and not sticky:
             return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
@@ -85,10 +83,7 @@ def usable(folder: Path) -> bool:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as e:
             # Nothing is wrong with a read-only file system.
-            if (
-                not isinstance(e, PermissionError | FileExistsError | NotADirectoryError)
-                and e.errno != errno.EROFS
-            ):
+            if not isinstance(e, PermissionError | FileExistsError | NotADirectoryError) and e.errno != errno.EROFS:
                 warn(f"compiled code can't be kept in {folder} ({e}); every process compiles anew")
             return False
         why = unsafe(folder)
@@ -114,10 +109,7 @@ class Files:
         self.folder, self.name, self.stamp = folder, name, stamp
 
     def path(self, key: Any) -> Path:
-        return (
-            self.folder
-            / f"{self.name}-{hashlib.sha256(repr((self.stamp, key)).encode()).hexdigest()[:32]}.nbc"
-        )
+        return self.folder / f"{self.name}-{hashlib.sha256(repr((self.stamp, key)).encode()).hexdigest()[:32]}.nbc"
 
     def load(self, key: Any) -> Any:
         """What was saved under `key`; None where nothing was, or what is there is not it."""

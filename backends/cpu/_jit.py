@@ -186,9 +186,7 @@ class Kernel:
         return found
 
 
-def with_tiles(
-    fn: Callable[..., Any], types: str
-) -> tuple[Kernel, Kernel, Callable[[torch.dtype, int, int], Kernel]]:
+def with_tiles(fn: Callable[..., Any], types: str) -> tuple[Kernel, Kernel, Callable[[torch.dtype, int, int], Kernel]]:
     """(the kernel by vectors, the one by tiles, which of them is for a dtype, head_dim and v_head_dim).
 
     ``TILES``, False in the globals of `fn`, is True in those of its copy: numba takes it for a constant.

@@ -34,12 +34,8 @@ def transposed(b: Any, x: list[Any]) -> list[Any]:
         for i in range(LANES):
             if not i & step:
                 one, two = x[i], x[i + step]
-                x[i] = vec.shuffle(
-                    b, one, two, [j if not j & step else LANES + j - step for j in range(LANES)]
-                )
-                x[i + step] = vec.shuffle(
-                    b, one, two, [j + step if not j & step else LANES + j for j in range(LANES)]
-                )
+                x[i] = vec.shuffle(b, one, two, [j if not j & step else LANES + j - step for j in range(LANES)])
+                x[i + step] = vec.shuffle(b, one, two, [j + step if not j & step else LANES + j for j in range(LANES)])
     return x
 
 
@@ -78,9 +74,7 @@ def pack_values(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: A
     return types.void(to, cache, at, n, n), codegen
 
 
-def _panel(
-    b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: int, start: list[Any]
-) -> list[Any]:
+def _panel(b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: int, start: list[Any]) -> list[Any]:
     """``start[r, w] + sum(x[r * x_step + i] * y[i * y_step + 16 w] for i < count)`` of HIGH rows, `wide` vectors."""
     places = []
     for value in start:
@@ -99,9 +93,7 @@ def _panel(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def panel_scores(
-    typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: Any, dim: Any, room: Any
-) -> Any:
+def panel_scores(typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: Any, dim: Any, room: Any) -> Any:
     """``out[r, i] = q[r] . key[i]`` of 24 rows, and i < count, a multiple of 64; `keys` by `pack_keys`."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:

@@ -111,9 +111,7 @@ def in_team(typingctx: Any, parallel: Any, threads: Any, address: Any, block: An
         inner = ir.IRBuilder(body.append_basic_block())
         given = inner.bitcast(body.args[0], words.as_pointer())
         at = [inner.gep(given, [I32(0), I32(i)]) for i in range(3)]
-        target = inner.inttoptr(
-            inner.load(at[0]), convention.get_function_type(types.boolean, kind).as_pointer()
-        )
+        target = inner.inttoptr(inner.load(at[0]), convention.get_function_type(types.boolean, kind).as_pointer())
         argument = inner.inttoptr(inner.load(at[1]), I64.as_pointer())
         _, failed = convention.call_function(inner, target, types.boolean, kind, [argument])
         with inner.if_then(failed):
@@ -125,10 +123,7 @@ def in_team(typingctx: Any, parallel: Any, threads: Any, address: Any, block: An
         for place, value in zip(places, (args[2], b.ptrtoint(args[3], I64), I64(0)), strict=True):
             b.store(value, place)
         start = ir.FunctionType(ir.VoidType(), [body.type, raw, I32, I32])
-        b.call(
-            b.inttoptr(args[0], start.as_pointer()),
-            [body, b.bitcast(mine, raw), b.trunc(args[1], I32), I32(0)],
-        )
+        b.call(b.inttoptr(args[0], start.as_pointer()), [body, b.bitcast(mine, raw), b.trunc(args[1], I32), I32(0)])
         return b.icmp_signed("!=", b.load(places[2]), I64(0))
 
     return types.boolean(types.int64, types.int64, types.int64, POINTER["i64"]), codegen

@@ -22,10 +22,7 @@ def tile_keys(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: Any
         with steps(b, I64(0), count_, LANES) as i:
             places = [b.load(b.gep(at_, [b.add(i, I64(k))])) for k in range(LANES)]
             with steps(b, I64(0), dim_, 32) as d:
-                pairs = [
-                    b.bitcast(there(b, cache_, cache.kind, (place, d), 32), vec.vector(I32))
-                    for place in places
-                ]
+                pairs = [b.bitcast(there(b, cache_, cache.kind, (place, d), 32), vec.vector(I32)) for place in places]
                 first = b.add(b.mul(i, dim_), b.shl(d, I64(4)))
                 for j, row in enumerate(transposed(b, pairs)):
                     vec.write(b, to_, b.add(first, I64(32 * j)), row)
@@ -123,9 +120,7 @@ def tile_sums(typingctx: Any, acc: Any, dim: Any, p: Any, width: Any, values: An
             for t, at in enumerate(places):
                 load(b, t, acc_, at, acc_by)
             with steps(b, I64(0), count_, 32) as i:
-                _four(
-                    b, (p_, i), next_rows, p_by, values_, b.add(b.mul(i, dim_), b.shl(d, I64(5))), I64(TILE)
-                )
+                _four(b, (p_, i), next_rows, p_by, values_, b.add(b.mul(i, dim_), b.shl(d, I64(5))), I64(TILE))
             for t, at in enumerate(places):
                 keep(b, t, acc_, at, acc_by)
         return context.get_dummy_value()

@@ -27,9 +27,7 @@ def number(x: float, lanes: int = LANES) -> Any:
 def raw(b: Any, p: Any, kind: str, at: Any, lanes: int = LANES) -> Any:
     """The bits of `lanes` elements, unaligned."""
     where = b.gep(p, [at])
-    return b.load(
-        b.bitcast(where, vector(where.type.pointee, lanes).as_pointer()), align=FORMATS[kind].bits // 8
-    )
+    return b.load(b.bitcast(where, vector(where.type.pointee, lanes).as_pointer()), align=FORMATS[kind].bits // 8)
 
 
 def read(b: Any, p: Any, kind: str, at: Any) -> Any:

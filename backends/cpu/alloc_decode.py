@@ -39,9 +39,7 @@ def _kernel(bs, lens, lens_64, last, last_64, free, free_64, n, page_size, out, 
 kernel = Kernel(_kernel, "int u8 bool u8 bool u8 bool int int u8 bool i64")
 
 
-def alloc_decode(
-    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
-) -> Tensor:
+def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
     need_cpu("alloc_decode", seq_lens, last_loc, free_pages, out)
     total = torch.empty(1, dtype=torch.int64, device="cpu")
     kernel()(

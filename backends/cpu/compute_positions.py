@@ -34,9 +34,7 @@ def _kernel(bs, prefixes, prefixes_64, lens, lens_64, out, out_64, capacity, wit
 kernel = Kernel(_kernel, "int u8 bool u8 bool u8 bool int bool u8 bool")
 
 
-def compute_positions(
-    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
-) -> Tensor:
+def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
     need_cpu("compute_positions", prefix_lens, seq_lens, out, indptr)
     kernel()(
         prefix_lens.shape[0], *index(prefix_lens), *index(seq_lens), *index(out), out.shape[0],

@@ -64,13 +64,9 @@ def decode_attention(
             k = _attention.rows(k_cache, mine, dtype)
             v = _attention.rows(v_cache, mine, dtype)
             if fast:
-                found, sums = _attention.fused(
-                    q[i].view(kv_heads, heads // kv_heads, dim), k, v, None, False, by
-                )
+                found, sums = _attention.fused(q[i].view(kv_heads, heads // kv_heads, dim), k, v, None, False, by)
             else:
-                found, sums = _attention.plain(
-                    q[i].unsqueeze(1), k, v, None, by, logit_cap, _attention.number(v_scale)
-                )
+                found, sums = _attention.plain(q[i].unsqueeze(1), k, v, None, by, logit_cap, _attention.number(v_scale))
             out[i] = found.reshape(heads, v_dim)
             if lse is not None:
                 lse[i] = sums.reshape(heads)

@@ -42,18 +42,7 @@ def extend_attention(
         out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     done = -1  # requests up to this size are
     if _online.attend(
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        out,
-        lse,
-        scale,
-        sliding_window,
-        logit_cap,
-        causal,
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, causal
     ):
         done = _online.MOST[q.dtype]
     size = count_slots(k_cache)
@@ -94,14 +83,8 @@ def extend_attention(
             block = stop - begin if square or all_seen else _attention.TOKENS
             for t in range(begin, stop, block):
                 end = min(t + block, stop)
-                own = before + torch.arange(t - begin, end - begin, dtype=torch.int64, device="cpu").view(
-                    -1, 1
-                )
-                high = (
-                    int(torch.searchsorted(positions, own[-1, 0], right=True))
-                    if causal
-                    else positions.numel()
-                )
+                own = before + torch.arange(t - begin, end - begin, dtype=torch.int64, device="cpu").view(-1, 1)
+                high = int(torch.searchsorted(positions, own[-1, 0], right=True)) if causal else positions.numel()
                 low = 0
                 if sliding_window >= 0:
                     low = int(torch.searchsorted(positions, own[0, 0] - sliding_window))
@@ -109,11 +92,7 @@ def extend_attention(
                 seen = None
                 if not (square or all_seen):
                     at = positions[low:high]
-                    seen = (
-                        at <= own
-                        if causal
-                        else torch.ones(end - t, high - low, dtype=torch.bool, device="cpu")
-                    )
+                    seen = at <= own if causal else torch.ones(end - t, high - low, dtype=torch.bool, device="cpu")
                     if sliding_window >= 0:
                         seen &= at >= own - sliding_window
                 x = q[t:end].transpose(0, 1)

@@ -44,9 +44,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         begin = take(counter, grain) if grain else n
 
 
-kernel = Kernel(
-    _kernel, "i64 int int u8 bool u8 bool int int int int i64 int int int int int bool", shared=True
-)
+kernel = Kernel(_kernel, "i64 int int u8 bool u8 bool int int int int i64 int int int int int bool", shared=True)
 
 
 def kv_move(

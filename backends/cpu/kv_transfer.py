@@ -130,13 +130,7 @@ kernel = Kernel(
 
 
 def kv_transfer(
-    src: KVPool,
-    dst: KVPool,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    *,
-    layers: range | None = None,
-    method: str = "auto",
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *, layers: range | None = None, method: str = "auto"
 ) -> None:
     need_cpu("kv_transfer", src_slots, dst_slots)
     for pool in (src, dst):

@@ -23,12 +23,7 @@ def places(cache: Tensor, lora_dim: int, scale: float | Tensor | None) -> tuple[
 
 
 def mla_kv_write(
-    kv_lora: Tensor,
-    k_rope: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    *,
-    kv_scale: float | Tensor | None = None,
+    kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, kv_scale: float | Tensor | None = None
 ) -> None:
     need_cpu("mla_kv_write", kv_lora, k_rope, kv_cache, slots)
     lora, rope = kv_lora.shape[-1], k_rope.shape[-1]

@@ -17,20 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from hal.backends.cpu._bits import (
-    F32,
-    FORMATS,
-    I32,
-    I64,
-    Pointer,
-    cast,
-    decode,
-    load,
-    shift,
-    store,
-    types,
-    view,
-)
+from hal.backends.cpu._bits import F32, FORMATS, I32, I64, Pointer, cast, decode, load, shift, store, types, view
 from hal.backends.cpu._call import FORMAT, SAME, need_cpu, place
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
@@ -169,19 +156,7 @@ def qk_norm_rope_kv_write(
     v_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:
-    need_cpu(
-        "qk_norm_rope_kv_write",
-        q,
-        k,
-        v,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        positions,
-        k_cache,
-        v_cache,
-        slots,
-    )
+    need_cpu("qk_norm_rope_kv_write", q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots)
     n, q_heads, dim = q.shape
     kv_heads = k.shape[1]
     max_positions, rotary = cos_sin_cache.shape

@@ -146,9 +146,7 @@ def _prepare_block(typingctx: Any, x: Any, y: Any, i: Any) -> Any:
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         source, target = (b.bitcast(b.gep(p, [args[2]]), numbers.as_pointer()) for p in args[:2])
         raw = b.load(source, align=4)
-        value = b.select(
-            b.fcmp_ordered("ord", raw, raw), raw, ir.Constant(numbers, [float("nan")] * 2 * LANES)
-        )
+        value = b.select(b.fcmp_ordered("ord", raw, raw), raw, ir.Constant(numbers, [float("nan")] * 2 * LANES))
         order = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)]
         mask = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
         b.store(b.shuffle_vector(value, value, mask), target, align=4)

@@ -23,17 +23,12 @@ def _impl_by_flashinfer(op: str) -> Impl:
 @hookimpl
 def hal_backend() -> Backend:
     own = kernels(
-        __name__,
-        refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN)),
-        graph_safe=True,
+        __name__, refusing=("decode_attention", *(op for op in OTHERS if op not in _ALL_TAKEN)), graph_safe=True
     )
     return Backend(
         name="cuda",
         lanes={"device": ("cuda",), "interpreter": ("cpu",)},
-        ops={
-            **own,
-            **{op: (own[op], _impl_by_flashinfer(op)) for op in ("decode_attention", "extend_attention")},
-        },
+        ops={**own, **{op: (own[op], _impl_by_flashinfer(op)) for op in ("decode_attention", "extend_attention")}},
         requires=("triton>=3.6,<3.7",),
         extra="cuda",
         probe={"device": f"{__name__}.warmup:device", "interpreter": f"{__name__}.warmup:interpreter"},

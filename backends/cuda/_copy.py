@@ -83,13 +83,7 @@ def upload(slots: Tensor, device: torch.device) -> Tensor:
 
 
 def rows(
-    src: KVPool,
-    dst: KVPool,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    layers: range,
-    device: torch.device,
-    count: int,
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device, count: int
 ) -> None:
     """Copy between pools, by `count` programs at most."""
     plan(src.planes(), dst.planes(), src.page_size, dst.page_size, device).run(
@@ -118,12 +112,7 @@ class Plan:
     """A copy between two descriptions: everything but the slots, decided once."""
 
     def __init__(
-        self,
-        src: tuple[Plane, ...],
-        dst: tuple[Plane, ...],
-        src_page: int,
-        dst_page: int,
-        device: torch.device,
+        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
     ) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HalError(
@@ -147,11 +136,7 @@ class Plan:
             units = g.halves * number
             most = (2**31 - 2**20) // (units * g.chunks)
             for i in range(0, n, most):
-                a, b = (
-                    (src_slots, dst_slots)
-                    if n <= most
-                    else (src_slots[i : i + most], dst_slots[i : i + most])
-                )
+                a, b = (src_slots, dst_slots) if n <= most else (src_slots[i : i + most], dst_slots[i : i + most])
                 tiles = -(-a.numel() * units * g.chunks // g.rows)
                 g.launch.start(
                     (tiles if tiles < count else count, 1, 1), a, b, g.src_bases, g.dst_bases, a.numel(), units,
@@ -163,12 +148,7 @@ class _Group:
     """Halves (k and v) that one launch copies."""
 
     def __init__(
-        self,
-        src: tuple[Plane, ...],
-        dst: tuple[Plane, ...],
-        src_page: int,
-        dst_page: int,
-        device: torch.device,
+        self, src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
     ) -> None:
         a, b = src[0], dst[0]
         self.halves = len(src)
@@ -202,9 +182,7 @@ _in_graphs: set[Plan] = set()
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 
 
-def plan(
-    src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device
-) -> Plan:
+def plan(src: tuple[Plane, ...], dst: tuple[Plane, ...], src_page: int, dst_page: int, device: torch.device) -> Plan:
     """Kept by the identity of the pools' planes, for as long as they live."""
     key = (id(src[0]), id(dst[0]), src_page, dst_page, device)
     found = _plans.get(key)

@@ -97,9 +97,7 @@ def clear_empty(out: Tensor, lse: Tensor | None, keys: Tensor) -> None:
         lse.masked_fill_(none.view(-1, 1), -torch.inf)
 
 
-def copy_owned(
-    owned: Tensor | None, out: Tensor, lse: Tensor | None, found: Tensor, sums: Tensor | None
-) -> None:
+def copy_owned(owned: Tensor | None, out: Tensor, lse: Tensor | None, found: Tensor, sums: Tensor | None) -> None:
     """The results into `out` and `lse`, but for rows that are not `owned`, which stay as they were."""
     for to, new in ((out, found), (lse, sums)):
         if to is not None and new is not None and to is not new:

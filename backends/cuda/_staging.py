@@ -236,9 +236,7 @@ def costs(device: int) -> dict[str, list[list[float]]]:
     return found
 
 
-def choose(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device
-) -> str:
+def choose(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device) -> str:
     """``kernel`` or ``direct``: the faster by the cost table, at the nearest measured run length and size."""
     if src.device.type == dst.device.type:
         return "kernel"

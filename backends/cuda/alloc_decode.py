@@ -69,9 +69,7 @@ class _Launches(dict[tuple[int, int, bool], launch.Launch]):
 _launches: _Launches = launch.keeps(_Launches())
 
 
-def alloc_decode(
-    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
-) -> Tensor:
+def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
     bs = seq_lens.numel()
     device = out.get_device()
     total = empty(1, dtype=int64, device=out.device)

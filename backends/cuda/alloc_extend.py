@@ -22,21 +22,7 @@ def _pages(tokens, PAGE: tl.constexpr):
     return ((tokens.to(tl.uint32) + (PAGE - 1)) // PAGE).to(tl.int64)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "prefixes",
-        "lens",
-        "last",
-        "free",
-        "out",
-        "result",
-        "bs",
-        "n",
-        "size",
-        "each",
-        "log",
-    )
-)
+@launch.jit(do_not_specialize=("prefixes", "lens", "last", "free", "out", "result", "bs", "n", "size", "each", "log"))
 def alloc_extend_kernel(
     prefixes, lens, last, free, out, result, bs: tl.int64, n: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
     PAGE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
@@ -102,17 +88,6 @@ def alloc_extend(
     total = empty(1, dtype=int64, device=out.device)
     programs, group, each, log = grid(bs, size, device, TILES)
     _launches[device, page_size, out.dtype is int64, group].start(
-        programs,
-        prefix_lens,
-        seq_lens,
-        last_loc,
-        free_pages,
-        out,
-        total,
-        bs,
-        free_pages.numel(),
-        size,
-        each,
-        log,
+        programs, prefix_lens, seq_lens, last_loc, free_pages, out, total, bs, free_pages.numel(), size, each, log
     )
     return total

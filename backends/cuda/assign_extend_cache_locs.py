@@ -50,19 +50,7 @@ def _starts(starts, j, bs, size, width):
 
 
 @launch.jit(
-    do_not_specialize=(
-        "table",
-        "requests",
-        "starts",
-        "ends",
-        "out",
-        "bs",
-        "rows",
-        "width",
-        "stride",
-        "size",
-        "parts",
-    )
+    do_not_specialize=("table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts")
 )
 def assign_few_kernel(
     table, requests, starts, ends, out,
@@ -135,17 +123,7 @@ def assign_many_kernel(
                 for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
                     t = first + tl.arange(0, TILE)[None, :]
                     wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
-                    _copy(
-                        table,
-                        row[:, None],
-                        known[:, None],
-                        start[:, None],
-                        t,
-                        wanted,
-                        out,
-                        begin[:, None],
-                        width,
-                    )
+                    _copy(table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width)
             if most > SPAN:
                 for i in range(GROUP):
                     here = r == i

@@ -33,9 +33,7 @@ def page_table_kernel(
     tokens = tl.minimum(tl.load(lens + i).to(tl.int64), width)
     known = (request >= 0) & (request < rows)
     there = known & (p < columns) & (p * PAGE < tokens)
-    slot = tl.load(
-        table + tl.where(known, request, 0) * stride + tl.where(there, p, 0) * PAGE, there, other=-1
-    )
+    slot = tl.load(table + tl.where(known, request, 0) * stride + tl.where(there, p, 0) * PAGE, there, other=-1)
     page = tl.where(slot >= 0, slot // PAGE, -1)
     tl.store(out + i * out_stride + p, page.to(out.dtype.element_ty), p < columns)
 

@@ -55,9 +55,7 @@ def positions_kernel(
 _launches = Launches(positions_kernel, TILES)
 
 
-def compute_positions(
-    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
-) -> Tensor:
+def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
     bs, size = prefix_lens.numel(), out.numel()
     if size or indptr is not None:
         device = out.get_device()

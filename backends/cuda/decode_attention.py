@@ -15,18 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
-from hal.backends.cuda._attention import (
-    LN2,
-    exponent,
-    factor,
-    logits,
-    magnitude,
-    place,
-    power,
-    step,
-    tile,
-    without,
-)
+from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, seek
@@ -179,9 +168,7 @@ def decode_merge_kernel(
             i = c + tl.arange(0, ROWS)
             line = (before + i).to(tl.int64) * Q_HEADS + head
             sums = tl.load(part_lse + line, i < parts, other=float("-inf"))
-            x = tl.load(
-                part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0
-            )
+            x = tl.load(part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0)
             new = tl.maximum(top, tl.max(sums, 0))
             base = tl.where(new == float("-inf"), 0.0, new)
             w = tl.exp2(sums - base)
@@ -345,18 +332,7 @@ def decode_attention(
     if out is None:
         out = _attention.result(q, v_cache)
     _plans.start(
-        q,
-        k_cache,
-        v_cache,
-        kv_indptr,
-        kv_indices,
-        out,
-        lse,
-        k_scale,
-        v_scale,
-        scale,
-        sliding_window,
-        logit_cap,
+        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, k_scale, v_scale, scale, sliding_window, logit_cap
     )
     return out
 

@@ -42,12 +42,7 @@ def decode_attention(
     # Without tensor cores the time grows with the group.
     tensor_cores = group not in GROUPS or (lse is None and group >= 4)
     with _flashinfer.hold(
-        "BatchDecodeWithPagedKVCacheWrapper",
-        q.device,
-        group,
-        dim,
-        use_tensor_cores=tensor_cores,
-        backend="fa2",
+        "BatchDecodeWithPagedKVCacheWrapper", q.device, group, dim, use_tensor_cores=tensor_cores, backend="fa2"
     ) as wrapper:
         keys = list_keys(kv_indptr, kv_indices, k_cache.shape[:-2].numel(), sliding_window)
         if not sum(keys.lengths):

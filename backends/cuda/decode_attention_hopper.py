@@ -69,9 +69,7 @@ def _copy(to, base, rows, whole, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(
-    W: gl.constexpr, cache, slot, k, there, rows, full, empty, free, stride, num_slots, UNIT: gl.constexpr
-):
+def _fetch_tile(W: gl.constexpr, cache, slot, k, there, rows, full, empty, free, stride, num_slots, UNIT: gl.constexpr):
     """The rows of slots into buffer W: first the half that its own group sums, then the other and the rest."""
     ok = (slot >= 0) & (slot < num_slots)
     whole = gl.min(ok.to(gl.int32), 0) != 0

@@ -35,9 +35,7 @@ HEADS = gl.constexpr(8)
 """Query heads of a program, the columns of a product."""
 WORD = gl.constexpr(4)
 """Elements of an int32, as which rows are loaded: a loop would carry bytes in a register each."""
-E4M3 = gl.constexpr(
-    "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
-)
+E4M3 = gl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}")
 E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;")
 

@@ -84,9 +84,7 @@ def _copy(to, base, rows, there, UNIT: gl.constexpr):
     for i in gl.static_range(0, N, PIECE):
         row = rows.slice(i, PIECE).load(gl.SliceLayout(1, ROW))
         ok = there.slice(i, PIECE).load(gl.SliceLayout(1, ROW)) != 0
-        async_copy.async_copy_global_to_shared(
-            to.slice(i, PIECE), base + (row[:, None] * UNIT + d), ok[:, None]
-        )
+        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), base + (row[:, None] * UNIT + d), ok[:, None])
 
 
 @gluon.jit
@@ -323,12 +321,7 @@ def extend_attention_hopper_kernel(
         v_rows = gl.allocate_shared_memory(gl.int64, [STAGES, N], FLAT)
     there = gl.allocate_shared_memory(gl.int32, [STAGES, N], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full, k_empty, v_full, v_empty = (
-        _barriers(STAGES),
-        _barriers(STAGES),
-        _barriers(STAGES),
-        _barriers(STAGES),
-    )
+    k_full, k_empty, v_full, v_empty = (_barriers(STAGES), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES))
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
 
     # More than one turn takes a qo_indptr that does not ascend.

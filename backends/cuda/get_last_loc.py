@@ -56,6 +56,4 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    get_last_loc(
-        **(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero})
-    )
+    get_last_loc(**(args or {"req_to_token": zero.int()[None], "req_pool_indices": zero, "prefix_lens": zero}))

@@ -185,9 +185,7 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
             )  # fmt: skip
 
 
-def inspect(
-    kernel: str | None = None, jobs: int | None = None, arches: Sequence[int] = ARCHES
-) -> list[dict[str, Any]]:
+def inspect(kernel: str | None = None, jobs: int | None = None, arches: Sequence[int] = ARCHES) -> list[dict[str, Any]]:
     """Rows for ``hal inspect``: every kernel and tile that the contract's samples start, on every architecture.
 
     Args:

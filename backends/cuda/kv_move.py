@@ -129,10 +129,7 @@ def kv_move(
         room = workspace.shape[0] // (n * g.row_bytes)
         if not room:
             raise ArgumentError(
-                "kv_move",
-                "workspace",
-                f"at least {n * g.row_bytes} bytes",
-                f"{workspace.shape[0]} bytes",
+                "kv_move", "workspace", f"at least {n * g.row_bytes} bytes", f"{workspace.shape[0]} bytes"
             )
         for unit in range(0, g.halves * count, room):
             rows = n * min(room, g.halves * count - unit) * g.chunks

@@ -48,9 +48,7 @@ def _from_host(
 ) -> None:  # fmt: skip
     """Slots on the CPU: their runs are known, so any method will do."""
     if torch.cuda.is_current_stream_capturing():
-        raise HalError(
-            "hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device"
-        )
+        raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
     if method == "auto":
         method = _staging.choose(src, dst, src_slots, dst_slots, todo, device)
     if method == "direct":
@@ -61,9 +59,7 @@ def _from_host(
     _copy.rows(src, dst, a, b, todo, device, _copy.programs(src, dst, device))
 
 
-def _direct(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device
-) -> None:
+def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
     s, d = kvplan.pairs(src, dst, src_slots, dst_slots)
     if not len(s):
         return

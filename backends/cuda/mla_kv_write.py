@@ -37,12 +37,7 @@ def _plans(kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, kv_
 
 
 def mla_kv_write(
-    kv_lora: Tensor,
-    k_rope: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    *,
-    kv_scale: float | Tensor | None = None,
+    kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, kv_scale: float | Tensor | None = None
 ) -> None:
     _plans.start(kv_lora, k_rope, kv_cache, slots, kv_scale)
 

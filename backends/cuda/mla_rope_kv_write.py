@@ -26,12 +26,7 @@ def _plans(
     page, cache = fuse_pages(kv_cache, row_dims=1)
     strides = (*q_rope.stride()[:2], k_rope.stride(0), 0, kv_lora.stride(0), 0, *cache, *cache)
     unit = copy_unit(strides)
-    on, lora, fp8, kind = (
-        pdl(q_rope.get_device()),
-        kv_lora.shape[-1],
-        kv_cache.dtype in FP8,
-        scale_kind(kv_scale),
-    )
+    on, lora, fp8, kind = (pdl(q_rope.get_device()), kv_lora.shape[-1], kv_cache.dtype in FP8, scale_kind(kv_scale))
     args = (
         "q_rope", "k_rope", "kv_lora", "cos_sin_cache", "positions", "kv_cache", "kv_cache", "slots", "kv_scale",
         "kv_scale", *(s // unit for s in strides), length("cos_sin_cache"),
@@ -48,9 +43,7 @@ def mla_rope_kv_write(
     q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin_cache: Tensor, positions: Tensor, kv_cache: Tensor,
     slots: Tensor, *, interleaved: bool = False, kv_scale: float | Tensor | None = None, write_k: bool = True,
 ) -> None:  # fmt: skip
-    _plans.start(
-        q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots, kv_scale, interleaved, write_k
-    )
+    _plans.start(q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots, kv_scale, interleaved, write_k)
 
 
 def supports(sig: Any) -> str | None:

@@ -149,16 +149,7 @@ def rope_kv_write_kernel(
         for i in tl.static_range(Q_TOKENS):
             c, d = _rotated(q_loaded[i][2][0], q_loaded[i][2][1], q_turned[i][0], q_turned[i][1])
             _store_pairs(
-                q_loaded[i][0],
-                c,
-                d,
-                q_turned[i][2] & q_loaded[i][1],
-                q_head,
-                HALF,
-                HALF_PAD,
-                INTERLEAVED,
-                0,
-                False,
+                q_loaded[i][0], c, d, q_turned[i][2] & q_loaded[i][1], q_head, HALF, HALF_PAD, INTERLEAVED, 0, False
             )
     else:
         first = (program // KV_PARTS).to(tl.int64) * KV_TOKENS
@@ -268,9 +259,7 @@ def rope_kv_write(
 ) -> None:  # fmt: skip
     if k_cache is None or v_cache is None or v is None:
         v = k_cache = v_cache = slots = None
-    _plans.start(
-        q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, interleaved, write_k
-    )
+    _plans.start(q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, interleaved, write_k)
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -29,15 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mla_kv_write": _MLA,
     "mla_rope_kv_write": {**_MLA, "q_heads": 16, "max_positions": 1, "interleaved": True},
     "qk_norm_rope_kv_write": {"n": 1, **_CACHE, "q_heads": 32, "max_positions": 1},
-    "kv_move": {
-        "n": 1,
-        "num_layers": 1,
-        "heads": 8,
-        "head_dim": 128,
-        "slots": 2,
-        "page": 1,
-        "order": "random",
-    },
+    "kv_move": {"n": 1, "num_layers": 1, "heads": 8, "head_dim": 128, "slots": 2, "page": 1, "order": "random"},
     "decode_attention": {**_CACHE, "q_heads": 32, "bs": 1, "longest": 1},
     "extend_attention": {**_CACHE, "q_heads": 32, "bs": 1},
 }
@@ -126,22 +118,14 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
     given = {name for name, value in args.items() if value is not None}
 
     def all_of(value: int, count: int, *names: str) -> dict[str, torch.Tensor]:
-        return {
-            n: torch.full((count,), value, dtype=args[n].dtype, device=args[n].device)
-            for n in names
-            if n in given
-        }
+        return {n: torch.full((count,), value, dtype=args[n].dtype, device=args[n].device) for n in names if n in given}
 
     def first(*names: str) -> dict[str, torch.Tensor]:
         return {n: args[n][:1] for n in names if n in given}
 
     def elsewhere(*names: str) -> dict[str, torch.Tensor]:
         """One row of its own, with the strides of the given one."""
-        return {
-            n: args[n].new_empty_strided((1, *args[n].shape[1:]), args[n].stride())
-            for n in names
-            if n in given
-        }
+        return {n: args[n].new_empty_strided((1, *args[n].shape[1:]), args[n].stride()) for n in names if n in given}
 
     new: dict[str, Any] = {}
     if op.endswith("kv_write"):
@@ -207,9 +191,7 @@ def tune() -> list[dict[str, Any]]:
 
     index = torch.cuda.current_device()
     costs: dict[str, list[list[float]]] = {"d2h": [], "h2d": []}
-    gpu = [
-        torch.randn(32, 4096, 8, 128, dtype=torch.float32, device="cuda").to(torch.bfloat16) for _ in range(2)
-    ]
+    gpu = [torch.randn(32, 4096, 8, 128, dtype=torch.float32, device="cuda").to(torch.bfloat16) for _ in range(2)]
     pool = KVPool(*gpu, layout="layer_first")
     host = KVPool.host_like(pool, 8192, "page_first")
     token = 32 * 8 * 128 * 2
@@ -221,13 +203,9 @@ def tune() -> list[dict[str, Any]]:
             # Runs with a gap of one between them.
             order = torch.arange(n, dtype=torch.int64, device="cpu")
             here = (order // run) * (run + (run < n)) + order % run
-            for way, (a, b, s, d) in {
-                "d2h": (pool, host, there, here),
-                "h2d": (host, pool, here, there),
-            }.items():
+            for way, (a, b, s, d) in {"d2h": (pool, host, there, here), "h2d": (host, pool, here, there)}.items():
                 calls = {
-                    m: (lambda m=m, a=a, b=b, s=s, d=d: kv_transfer(a, b, s, d, method=m))
-                    for m in ("kernel", "direct")
+                    m: (lambda m=m, a=a, b=b, s=s, d=d: kv_transfer(a, b, s, d, method=m)) for m in ("kernel", "direct")
                 }
                 gbs = wall_gbs(calls, 2 * n * token, rounds=5 if n > 256 else 15)
                 costs[way].append([float(run * token), float(2 * n * token), gbs["kernel"], gbs["direct"]])

@@ -45,14 +45,7 @@ def write_kernel(
             t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
             there = (t < length[:, None]) & (t < size - of)
             slot = tl.load(src + of + t, there, other=-1).to(tl.int64)
-            there = (
-                there
-                & known[:, None]
-                & (start >= -t)
-                & (start < width - t)
-                & (slot >= 0)
-                & (slot <= 2147483647)
-            )
+            there = there & known[:, None] & (start >= -t) & (start < width - t) & (slot >= 0) & (slot <= 2147483647)
             tl.store(row + tl.where(there, start + t, 0), slot.to(tl.int32), there)
         total = tl.minimum(total + tl.sum(length, 0), size)
 

@@ -192,9 +192,7 @@ def overlap(hands: Hands, task: Task) -> Answer:
         ret = call()
         pairs = list(zip(placed.raws, copies, strict=True))
         consume = _table(pairs + ([(ret, out)] if fresh else []))
-        late_copy[(consume.numel() // 3,)](
-            consume, 0, WAIT=True, EARLY=False, BLOCK=1024, num_warps=4, launch_pdl=True
-        )
+        late_copy[(consume.numel() // 3,)](consume, 0, WAIT=True, EARLY=False, BLOCK=1024, num_warps=4, launch_pdl=True)
         hands.settle()
         for raw, whole in zip(placed.raws, copies, strict=True):
             raw.copy_(whole)

@@ -40,9 +40,7 @@ class Memory:
         """Makes whole pages [start, stop) fit to touch, or not."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if libc.mprotect(
-            self.address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE if open_ else 0
-        ):
+        if libc.mprotect(self.address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE if open_ else 0):
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
@@ -68,9 +66,7 @@ class Placed:
         if isinstance(value, View):
             return self._tensor(value)
         if isinstance(value, Pool):
-            return KVPool(
-                self._half(value.k), self._half(value.v), layout=value.layout, page_size=value.page_size
-            )
+            return KVPool(self._half(value.k), self._half(value.v), layout=value.layout, page_size=value.page_size)
         return value
 
     def _half(self, half: Any) -> Any:
@@ -104,9 +100,7 @@ class Placed:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """The pages beside guarded blocks kill whoever touches them."""
-        pages = [
-            page for span in self.arguments.blocks if span.guarded for page in (span.start - PAGE, span.stop)
-        ]
+        pages = [page for span in self.arguments.blocks if span.guarded for page in (span.start - PAGE, span.stop)]
         for page in pages:
             self.memory.protect(page, page + PAGE, False)
         try:

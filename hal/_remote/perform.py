@@ -82,9 +82,7 @@ class Hands:
         whose = (ret.data_ptr(), ret.shape, ret.dtype)
         stored = ret.device.type != "meta" and 0 < ret.nbytes <= size
         if stored:
-            self.memory.raw(start, start + ret.nbytes).copy_(
-                ret.detach().contiguous().view(-1).view(torch.uint8)
-            )
+            self.memory.raw(start, start + ret.nbytes).copy_(ret.detach().contiguous().view(-1).view(torch.uint8))
         return {
             "kind": "tensor", "dtype": SHORT.get(ret.dtype, str(ret.dtype)), "shape": list(ret.shape),
             "device": ret.device.type, "shown": describe(ret), "stored": stored or not ret.nbytes,
@@ -247,9 +245,7 @@ def many(hands: Hands, task: Task) -> Answer:
     for how, placed in zip(hows, hands.copies, strict=False):
         placed.push()
         try:
-            out.append(
-                fn(**placed.values) if how == "bound" else hands.target.dispatch(task.op, placed.values)
-            )
+            out.append(fn(**placed.values) if how == "bound" else hands.target.dispatch(task.op, placed.values))
         except Exception as e:
             out.append(e)
         hands.beat()

@@ -132,9 +132,7 @@ class RegistryTarget:
             raise SelectionError(f"hal: {backend} has no lane {lane}; it has {', '.join(manifest.lanes)}")
         where = torch.device(device or manifest.lanes[lane][0])
         if where.type not in manifest.lanes[lane]:
-            raise SelectionError(
-                f"hal: {backend} takes {', '.join(manifest.lanes[lane])} in lane {lane}, not {where}"
-            )
+            raise SelectionError(f"hal: {backend} takes {', '.join(manifest.lanes[lane])} in lane {lane}, not {where}")
         return cls(backend, lane, where, tuple(manifest.limits), tuple(manifest.lanes[lane]))
 
     @property

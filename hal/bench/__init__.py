@@ -59,13 +59,7 @@ def main(
 
 
 def _main(
-    names: Sequence[str],
-    device: str,
-    json: bool,
-    plot: str | None,
-    save: str | None,
-    quick: bool,
-    out: TextIO,
+    names: Sequence[str], device: str, json: bool, plot: str | None, save: str | None, quick: bool, out: TextIO
 ) -> int:
     from hal.bench import report
     from hal.bench.plot import check_plot, draw
@@ -139,9 +133,7 @@ def tables_of(device: str) -> Tables:
 def kind_of(device: str) -> str:
     kind = device.split(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise HalError(
-            f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work"
-        )
+        raise HalError(f"hal: bench: device {device!r}: expected cpu or cuda; for an NPU, hal inspect counts the work")
     return kind
 
 

@@ -40,22 +40,16 @@ def tables(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="OP",
-            help="Ops, or other tables of the device; none: all.",
-            autocompletion=_complete.tables,
+            metavar="OP", help="Ops, or other tables of the device; none: all.", autocompletion=_complete.tables
         ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu or cuda; ascend with --model.", autocompletion=_complete.devices)
     ] = "cpu",
     as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="The roofline: a PNG, PDF or SVG. Needs matplotlib.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="The roofline: a PNG, PDF or SVG. Needs matplotlib.")] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
-    quick: Annotated[
-        bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")
-    ] = False,
+    quick: Annotated[bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")] = False,
     model: Annotated[
         bool, typer.Option("--model", help="With --device ascend: an estimate from lowered code, no timing.")
     ] = False,
@@ -63,9 +57,7 @@ def tables(
     """Times ours beside its peers, interleaved in one run, outputs checked first; shows medians and ratios."""
     if model or device == "ascend":
         if not (model and device == "ascend"):
-            raise ArgumentError(
-                "bench", "--model", "--device ascend --model", f"--device {device}{' --model' * model}"
-            )
+            raise ArgumentError("bench", "--model", "--device ascend --model", f"--device {device}{' --model' * model}")
         _leave("hal.bench.ascend.model", "main", names or (), as_json)
     if save is not None:
         check_folder("bench", "--save", save)
@@ -107,9 +99,7 @@ def scale(
 
 @app.command()
 def link(
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: from one GPU to another where there are two.")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: from one GPU to another where there are two.")] = "cpu",
     tokens: Annotated[int, typer.Option(help="Of a request.")] = 512,
     layers: Annotated[int, typer.Option(help="Of the pools: rows of 8 heads of 128 in bf16.")] = 32,
     rounds: Annotated[int, typer.Option(help="Whose median is shown.")] = 9,
@@ -135,8 +125,7 @@ def offload(
     layers: Annotated[int, typer.Option(help="Of the model: rows of 8 heads of 128 in bf16, k and v.")] = 32,
     tokens: Annotated[int, typer.Option(help="Moved at a time.")] = 16384,
     engine: Annotated[
-        int,
-        typer.Option(help="Tokens of a prompt that whole engines (vLLM 0.32) compute and get back; 0: none."),
+        int, typer.Option(help="Tokens of a prompt that whole engines (vLLM 0.32) compute and get back; 0: none.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -173,15 +162,11 @@ def engine(
     throughput: Annotated[int, typer.Option(help="Requests at once; 0: not measured.")] = 256,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
-    memory: Annotated[
-        float, typer.Option(help="vLLM's gpu_memory_utilization, SGLang's mem_fraction_static.")
-    ] = 0.85,
+    memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization, SGLang's mem_fraction_static.")] = 0.85,
     profile: Annotated[int, typer.Option(help="A prompt's length, profiled by kernel; 0: not.")] = 0,
     settings: Annotated[
         str,
-        typer.Option(
-            "--vllm", "--sglang", help='More of the engine\'s settings, as JSON: {"kv_cache_dtype": "fp8"}.'
-        ),
+        typer.Option("--vllm", "--sglang", help='More of the engine\'s settings, as JSON: {"kv_cache_dtype": "fp8"}.'),
     ] = "{}",
     report: Annotated[Path | None, typer.Option("--json", help="A file for the report.")] = None,
     engines: Annotated[
@@ -189,8 +174,7 @@ def engine(
     ] = "",
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
     together: Annotated[
-        bool,
-        typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares."),
+        bool, typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares.")
     ] = False,
 ) -> None:
     """A real engine, stock and on hal, in one run: agreement of logits, then tokens a second and first tokens."""

@@ -112,14 +112,7 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
 
 
 def _eager_rope(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
     """What one writes by hand: fp32 arithmetic, valid indices, no fp8."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -175,13 +168,7 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
         moved, copy = _memcpy(make())
         calls: dict[str, Callable[[], Any]] = {n: partial(fn, make()) for n, fn in impls.items()}
         calls["memcpy"] = copy
-        row = {
-            "op": "rope_kv_write",
-            "model": model,
-            "dtype": dtype,
-            "tokens": tokens,
-            "work": {"bytes": moved},
-        }
+        row = {"op": "rope_kv_write", "model": model, "dtype": dtype, "tokens": tokens, "work": {"bytes": moved}}
         rows.append({**row, **measure(calls, quick)})
     return rows
 

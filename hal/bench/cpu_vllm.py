@@ -59,11 +59,7 @@ def _calls(
     def random(*dims: int) -> Tensor:
         return _host.empty(*dims).normal_(generator=g).to(dtype)
 
-    q, k, v = (
-        random(bs * new, heads, size),
-        random(bs * tokens, kv_heads, size),
-        random(bs * tokens, kv_heads, size),
-    )
+    q, k, v = (random(bs * new, heads, size), random(bs * tokens, kv_heads, size), random(bs * tokens, kv_heads, size))
     table = torch.randperm(bs * each, generator=g, dtype=torch.int32, device="cpu").view(bs, each)
     slots = (table.long().unsqueeze(2) * BLOCK + _host.arange(BLOCK)).flatten(1)[:, :tokens].reshape(-1)
     starts = _host.arange(0, bs * new + 1, new).to(torch.int32)

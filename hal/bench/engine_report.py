@@ -34,9 +34,7 @@ def _while_equal(a: list[int], b: list[int]) -> Iterator[int]:
 def ratios(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
     """hal's speed over stock's, of the medians over rounds; more than 1: hal is faster."""
 
-    def over(
-        runs: list[dict[str, Any]], kind: str, key: Callable[[Any], str], value: str
-    ) -> dict[str, float]:
+    def over(runs: list[dict[str, Any]], kind: str, key: Callable[[Any], str], value: str) -> dict[str, float]:
         found: dict[str, list[float]] = {}
         for r in runs:
             for row in r.get(kind, []):

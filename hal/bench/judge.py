@@ -21,9 +21,7 @@ from hal.ops.proofs.inputs import on_device
 from hal.ops.proofs.judge import headroom, right_any
 
 
-def check(
-    op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]
-) -> None:
+def check(op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Callable[[], dict[str, Any]]) -> None:
     """Raises unless `call` does what the contract says, to the last bit it allows."""
     args, before = make(), make()
     result = call(args)
@@ -33,14 +31,10 @@ def check(
         for tensor, one in pieces:
             wrong = int((~right_any(tensor, one)).sum())
             if wrong:
-                raise AssertionError(
-                    f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong"
-                )
+                raise AssertionError(f"{op}: {name}: {wrong} of {tensor.numel()} elements of {what} are wrong")
 
 
-def check_transfer(
-    name: str, call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor
-) -> None:
+def check_transfer(name: str, call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
     """Raises unless `call` copies the rows `there` of one pool to `here` of the other, which it finds overwritten."""
 
     def read(pool: KVPool, half: Tensor, slots: Tensor) -> Tensor:
@@ -57,9 +51,7 @@ def check_transfer(
     for layer in (0, src.num_layers - 1):
         for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
             if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
-                raise AssertionError(
-                    f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}"
-                )
+                raise AssertionError(f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
 
 
 def verdict(op: str, args: dict[str, Any]) -> float:

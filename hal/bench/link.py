@@ -145,9 +145,7 @@ def main(device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> i
     if as_json:
         print(json.dumps(rows))
         return 0
-    print(
-        f"{'device':<7}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}"
-    )
+    print(f"{'device':<7}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}")
     for r in rows:
         print(f"{r['device']:<7}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
               f"{r['link GB/s']:>12.3f}{r['link / plain']:>14.3f}")  # fmt: skip

@@ -20,12 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
@@ -65,10 +60,7 @@ def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
         HalError: bytes came back otherwise than they went.
     """
     caches = _caches(layers, 2 * count, block_size)
-    workers = {
-        "stock": CPUOffloadingWorker(caches, 1, count),
-        "hal": HalOffloadingWorker(caches, 1, count),
-    }
+    workers = {"stock": CPUOffloadingWorker(caches, 1, count), "hal": HalOffloadingWorker(caches, 1, count)}
     pick = random.Random(0)
     source, target = pick.sample(range(2 * count), count), list(range(count))
     on_device, on_host = GPULoadStoreSpec(source, [count], [0]), CPULoadStoreSpec(target)
@@ -134,11 +126,7 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
 
     n = int(tokens)
     config = {"spec_name": spec, "cpu_bytes_to_use": 16 * 2**30}
-    connector = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": config,
-    }
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
     settings = {"enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector}
     llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, vllm=settings))
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
@@ -154,9 +142,7 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
             time.sleep(0.3)  # until what is stored has been
             _generate(llm, {"prompt_token_ids": [1, 2, 3]})  # a step, in which that is reported
             llm.reset_prefix_cache()
-        row["GB/s"] = (
-            sum(r.transfer_size for r in loads) / max(sum(r.transfer_time for r in loads), 1e-9) / 1e9
-        )
+        row["GB/s"] = sum(r.transfer_size for r in loads) / max(sum(r.transfer_time for r in loads), 1e-9) / 1e9
         loads.clear()
         rows.append(row)
     size = llm.llm_engine.vllm_config.cache_config.block_size
@@ -184,9 +170,7 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
         env |= {"HAL_ENGINES": switch} if switch else {}
         program = "import sys; from hal.bench.offload import child; child(*sys.argv[1:])"
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            subprocess.run(
-                [sys.executable, "-c", program, spec, str(tokens), shape, out.name], env=env, check=True
-            )
+            subprocess.run([sys.executable, "-c", program, spec, str(tokens), shape, out.name], env=env, check=True)
             rows = json.loads(Path(out.name).read_text())["rows"]
         for what in ("computed", "returned"):
             row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)
@@ -199,16 +183,12 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
 
 def main(layers: int, tokens: int, engine_tokens: int, as_json: bool) -> int:
     if not torch.cuda.is_available():
-        raise hal.HalError(
-            "hal: bench offload: expected a CUDA device; there is none. tests/scale runs it on a CPU."
-        )
+        raise hal.HalError("hal: bench offload: expected a CUDA device; there is none. tests/scale runs it on a CPU.")
     rows = [measure(layers, block_size, tokens // block_size) for block_size in (16, 64)]
     rows.append(measure(layers, 16, 64))
     engine = returned(engine_tokens) if engine_tokens else {}
     if as_json:
-        print(
-            json.dumps({"machine": machine("cuda"), "vllm": version("vllm"), "rows": rows, "engine": engine})
-        )
+        print(json.dumps({"machine": machine("cuda"), "vllm": version("vllm"), "rows": rows, "engine": engine}))
         return 0
     for name, value in engine.items():
         print(f"{name}: {value}")

@@ -102,11 +102,7 @@ def _stand_ins(root: Path) -> None:
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
     }
     package("sglang", root)
-    for below in (
-        "kernels",
-        "kernels.ops",
-        *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir()),
-    ):
+    for below in ("kernels", "kernels.ops", *(f"kernels.ops.{d.name}" for d in (root / "kernels" / "ops").iterdir())):
         package(f"sglang.{below}", root.joinpath(*below.split(".")))
     package("sglang.srt", root / "srt")
     package("sglang.srt.utils", content=helpers)

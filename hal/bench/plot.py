@@ -15,14 +15,7 @@ NEEDS = "needs matplotlib — pip install 'hal-kernels[bench]'"
 FORMATS = (".png", ".pdf", ".svg")
 DRAWN = {
     "cpu": ("rope_kv_write",),
-    "cuda": (
-        "rope_kv_write",
-        "kv_write",
-        "mla_kv_write",
-        "mla_rope_kv_write",
-        "qk_norm_rope_kv_write",
-        "kv_move",
-    ),
+    "cuda": ("rope_kv_write", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move"),
 }
 """The tables that have a roofline."""
 _COLOURS = {
@@ -43,9 +36,7 @@ def check_plot(kind: str, names: Sequence[str], file: Path) -> None:
     """Raises for a plot that can't be drawn, before hours of work and not after."""
     for name in names:
         if name not in DRAWN[kind]:
-            raise HalError(
-                f"hal: bench: --plot: {name} on {kind} has no roofline; expected {', '.join(DRAWN[kind])}"
-            )
+            raise HalError(f"hal: bench: --plot: {name} on {kind} has no roofline; expected {', '.join(DRAWN[kind])}")
     if file.suffix not in FORMATS:
         raise HalError(f"hal: bench: --plot: expected a file that ends in {', '.join(FORMATS)}; got {file}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -71,9 +62,7 @@ def draw(run: dict[str, Any], file: str) -> None:
         tables = ", ".join(DRAWN["cpu" if run["machine"]["device"] == "cpu" else "cuda"])
         raise HalError(f"hal: bench: --plot needs a table with GB/s by tokens, such as {tables}")
     inches = 4.2 * len(panels)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(inches, 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(inches, 4.2), sharey=True, squeeze=False, layout="constrained")
     for axis, (name, lines) in zip(axes[0], panels.items(), strict=True):
         for line, points in lines.items():
             sizes, speeds = zip(*sorted(points), strict=True)
@@ -101,9 +90,7 @@ def _cpu_panels(run: dict[str, Any]) -> Panels:
         if row["op"] == "rope_kv_write" and "memcpy" in row.get("wall_us", ()):
             lines = panels.setdefault(f"{row['model']}, {row['dtype']}", {})
             for name in filter(row["best"].__contains__, _COLOURS):
-                lines.setdefault(name, []).append(
-                    (row["tokens"], row["work"]["bytes"] / row["best"][name] / 1e3)
-                )
+                lines.setdefault(name, []).append((row["tokens"], row["work"]["bytes"] / row["best"][name] / 1e3))
     return {name: lines for name, lines in panels.items() if len(lines["memcpy"]) > 1}
 
 

@@ -62,16 +62,12 @@ def _cpu() -> str:
 
 def _commit() -> str:
     def git(*args: str) -> str:
-        done = subprocess.run(
-            ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
         commit = git("rev-parse", "HEAD")
-        return commit + (
-            "-dirty" if commit and git("status", "--porcelain", "--", ".", "../backends") else ""
-        )
+        return commit + ("-dirty" if commit and git("status", "--porcelain", "--", ".", "../backends") else "")
     except OSError:
         return ""
 
@@ -104,9 +100,7 @@ def show(run: dict[str, Any]) -> None:
         others = [i for i in impls if i != OURS] if OURS in impls else []
         heads = (*fields, *impls, *(f"vs {i}" for i in others))
         table = Table(
-            *(Column(h, overflow="fold") for h in heads),
-            title=f"{op}: {_unit(measure)}",
-            title_justify="left",
+            *(Column(h, overflow="fold") for h in heads), title=f"{op}: {_unit(measure)}", title_justify="left"
         )
         for row in rows:
             values = row[measure]

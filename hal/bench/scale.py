@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MEASURED = {
-    "prefill FLOP/s": 700e12,
-    "bus bytes/s": 51.3e9,
-}
+MEASURED = {"prefill FLOP/s": 700e12, "bus bytes/s": 51.3e9}
 """Of one H200: vLLM's prefill of 4,096 tokens of the Llama-3.1-8B shape (h200-vllm-llama-3.1-8b.json), as FLOP/s of the
 model below; and kv_transfer from the host to the device, any slots (docs/performance.md)."""
 
@@ -160,9 +157,7 @@ class Cluster:
             waits.append(there - requests[i][0])
         return waits
 
-    def _prefill(
-        self, now: float, which: int, before: int, new: int, rng: random.Random
-    ) -> tuple[int, float]:
+    def _prefill(self, now: float, which: int, before: int, new: int, rng: random.Random) -> tuple[int, float]:
         """(GPU, when it is done)"""
         a, b = rng.randrange(self.prefill), rng.randrange(self.prefill)
         gpu = a if self.busy[a] <= self.busy[b] else b
@@ -206,10 +201,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def simulate(
-    gigabits: Sequence[float] = (10, 25, 50, 100, 200, 400),
-    count: int = 60_000,
-    rate: float = 1500.0,
-    seed: int = 0,
+    gigabits: Sequence[float] = (10, 25, 50, 100, 200, 400), count: int = 60_000, rate: float = 1500.0, seed: int = 0
 ) -> list[dict[str, Any]]:
     """A row a link and policy, all on the same requests."""
     requests = Arrivals().draw(count, rate, random.Random(seed))
@@ -234,8 +226,7 @@ def table() -> str:
     """Of each shape: KB a token, seconds to prefill, Gb/s from which moving is quicker; by link, from which length."""
     lines = [
         f"{'':18}{'KB a':>6}{'prefill, s':>18}{'break-even, Gb/s':>20}   {'moving is quicker from (tokens)'}",
-        f"{'':18}{'token':>6}{'4k':>9}{'32k':>9}{'4k':>10}{'32k':>10}   "
-        + "".join(f"{name:>10}" for name in LINKS),
+        f"{'':18}{'token':>6}{'4k':>9}{'32k':>9}{'4k':>10}{'32k':>10}   " + "".join(f"{name:>10}" for name in LINKS),
     ]
     for name, s in SHAPES.items():
         long = "".join(f"{_tokens(s.longer_than(g)):>10}" for g in LINKS.values())
@@ -266,23 +257,17 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    for axes, what, title in zip(
-        figure.subplots(1, 2), ("median", "p99"), ("median", "99th percentile"), strict=True
-    ):
+    for axes, what, title in zip(figure.subplots(1, 2), ("median", "p99"), ("median", "99th percentile"), strict=True):
         for policy in POLICIES:
             mine = [r for r in rows if r["policy"] == policy]
             axes.plot([r["gigabits"] for r in mine], [r[what] for r in mine], marker="o", label=policy)
-        axes.set(
-            xscale="log", yscale="log", xlabel="link, Gb/s", ylabel="s until decoding can begin", title=title
-        )
+        axes.set(xscale="log", yscale="log", xlabel="link, Gb/s", ylabel="s until decoding can begin", title=title)
         links = sorted({r["gigabits"] for r in rows})
         axes.set_xticks(links, labels=[str(link) for link in links])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     axes.legend()
-    figure.suptitle(
-        "Simulated: Llama-3.1-8B, 600 GPUs that prefill, 1,000 hosts that decode, 1,500 requests/s"
-    )
+    figure.suptitle("Simulated: Llama-3.1-8B, 600 GPUs that prefill, 1,000 hosts that decode, 1,500 requests/s")
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -91,13 +91,9 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
         r = random.Random(seed)
         return [r.randrange(1, vocabulary) for _ in range(n)]
 
-    points: list[tuple[str, str, Callable[[], Any]]] = [
-        ("logits", "logits", partial(_logits, generate, prompt))
-    ]
+    points: list[tuple[str, str, Callable[[], Any]]] = [("logits", "logits", partial(_logits, generate, prompt))]
     for b, c in options.decode:
-        points.append(
-            (f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps))
-        )
+        points.append((f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps)))
     points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
     for name, kind, run in points:
         if time.perf_counter() - begin > options.seconds:
@@ -205,9 +201,7 @@ def _spawn(attention: str, options: Options) -> dict[str, Any]:
         plugin = Path(folder, "hal_bench_sglang-1.dist-info")
         plugin.mkdir()
         Path(plugin, "METADATA").write_text("Metadata-Version: 2.1\nName: hal-bench-sglang\nVersion: 1\n")
-        Path(plugin, "entry_points.txt").write_text(
-            "[sglang.srt.plugins]\nhal_bench = hal.bench.sglang:register\n"
-        )
+        Path(plugin, "entry_points.txt").write_text("[sglang.srt.plugins]\nhal_bench = hal.bench.sglang:register\n")
         path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH", "")) if p)
         program = "import sys; from hal.bench.sglang import child\nfrom hal.engines.sglang import vision\n"
         program += "vision.declare_operators()\nif __name__ == '__main__': child(*sys.argv[1:])\n"

@@ -46,9 +46,7 @@ def measure(
         call()
         begin = time.perf_counter()
         call()
-        count[name] = max(
-            3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin)))
-        )
+        count[name] = max(3, min(2000, int((0.002 if quick else slice_s) / max(1e-7, time.perf_counter() - begin))))
     times: dict[str, list[float]] = {name: [] for name in names}
     best = dict.fromkeys(names, float("inf"))
     end = time.perf_counter() + LIMIT_S

@@ -310,9 +310,7 @@ def _throughput(llm: Any, prompt: Any, requests: int) -> dict[str, Any]:
 # --- both, and what comes of it ---------------------------------------------------------------------
 
 
-def main(
-    options: Options, engines: Sequence[str], rounds: int, file: Path | None, together: bool = False
-) -> int:
+def main(options: Options, engines: Sequence[str], rounds: int, file: Path | None, together: bool = False) -> int:
     """Runs the engines in turn, prints the report and writes it to a file; 1 where an engine failed."""
     report = run(options, engines, rounds, together)
     if file is not None:

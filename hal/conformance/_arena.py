@@ -70,9 +70,7 @@ class Placed:
 
         def view(t: Tensor) -> View:
             block = index[t.untyped_storage().data_ptr()]
-            return View(
-                block, int(t.storage_offset()) * t.dtype.itemsize, t.dtype, tuple(t.shape), tuple(t.stride())
-            )
+            return View(block, int(t.storage_offset()) * t.dtype.itemsize, t.dtype, tuple(t.shape), tuple(t.stride()))
 
         def half(t: Any) -> Any:
             return tuple(map(view, t)) if isinstance(t, tuple) else None if t is None else view(t)
@@ -222,11 +220,7 @@ def place(
 
 def _begins(t: Tensor, whole: Tensor) -> bool:
     """Whether each row of `t` is the beginning of that row of `whole`, in the same memory."""
-    if not t.numel() or (t.data_ptr(), t.dtype, t.stride()) != (
-        whole.data_ptr(),
-        whole.dtype,
-        whole.stride(),
-    ):
+    if not t.numel() or (t.data_ptr(), t.dtype, t.stride()) != (whole.data_ptr(), whole.dtype, whole.stride()):
         return False
     return t.shape[:-1] == whole.shape[:-1] and t.shape[-1] <= whole.shape[-1]
 
@@ -239,9 +233,7 @@ def _pool(name: str, pool: KVPool, build: Callable[[str, Tensor], Tensor]) -> KV
             return [build(f"{label}[{i}]", layer) for i, layer in enumerate(t)]
         return build(label, t)
 
-    return KVPool(
-        half(f"{name}.k", pool.k), half(f"{name}.v", pool.v), layout=pool.layout, page_size=pool.page_size
-    )
+    return KVPool(half(f"{name}.k", pool.k), half(f"{name}.v", pool.v), layout=pool.layout, page_size=pool.page_size)
 
 
 def _block(name: str, t: Tensor, room: Room, poison: int, shift: int, is_output: bool) -> Block:

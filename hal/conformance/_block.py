@@ -131,9 +131,7 @@ class Block:
         return whole.contiguous().clone().view(self.view.dtype)
 
 
-def windows_of(
-    shape: tuple[int, ...], stride: tuple[int, ...], at: int, item: int, total: int
-) -> tuple[_Window, ...]:
+def windows_of(shape: tuple[int, ...], stride: tuple[int, ...], at: int, item: int, total: int) -> tuple[_Window, ...]:
     """What of an allocation is watched: all of it, or, where it is far larger than its rows, what is around each row.
 
     Rows whose surroundings overlap are watched as a whole, however large: what may be written to one would count as

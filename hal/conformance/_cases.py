@@ -78,9 +78,7 @@ def cases_of(spec: OpSpec) -> list[Case]:
     out += of("pages", busy, may_die=True)
     if index_arguments(spec):
         out.append(Case(op, "extremes", "all", may_die=True))
-    out += of(
-        "determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())])
-    )
+    out += of("determinism", _distinct([*spread(busy, 6), *(s for s in busy if "equal" in s.params.values())]))
     out += [Case(op, proof, "all") for proof in ("sequence", "threads", "soak", "leak", "later", "ragged")]
     out += [Case(op, "fresh", name) for name in fresh_names(spec)]
     out += [Case(op, "defaults", name) for name in DEFAULTS]
@@ -96,10 +94,7 @@ def index_arguments(spec: OpSpec) -> list[str]:
     return [
         n
         for n, a in spec.args.items()
-        if isinstance(a, TensorArg)
-        and not a.mutated
-        and not isinstance(a.dtypes, str)
-        and set(a.dtypes) == set(INDEX)
+        if isinstance(a, TensorArg) and not a.mutated and not isinstance(a.dtypes, str) and set(a.dtypes) == set(INDEX)
     ]
 
 

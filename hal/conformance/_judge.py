@@ -26,11 +26,7 @@ Tell = Callable[[Result], None]
 
 
 def judge(
-    worker: Worker,
-    cases: Sequence[Case],
-    specs: Mapping[str, Any],
-    tell: Tell,
-    stop: threading.Event | None = None,
+    worker: Worker, cases: Sequence[Case], specs: Mapping[str, Any], tell: Tell, stop: threading.Event | None = None
 ) -> None:
     """Proves cases in turn; a process that dies or hangs fails the case it was in, and the rest go on in another."""
     from hal.conformance.proofs.run import run_case
@@ -55,9 +51,7 @@ class Apart:
         plugin: the ops are a plugin's own: it is loaded there, and says what the cases are; `cases` are not asked.
     """
 
-    def __init__(
-        self, job: Job, cases: Sequence[Case] = (), plugin: bool = False, only_list: bool = False
-    ) -> None:
+    def __init__(self, job: Job, cases: Sequence[Case] = (), plugin: bool = False, only_list: bool = False) -> None:
         here, there = os.pipe()
         # A judge whose contracts are ours loads no plugin at all; its worker gets `job.plugins`.
         env = environment(job.lane, job.imports, job.plugins if plugin else ("cpu",))

@@ -39,13 +39,7 @@ def squares(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
             # `supports` passes where a refusal is right, too.
             if c["tag"] == "required" or c["proof"] != "supports" or c["outcome"] != PASSED:
                 row.setdefault(c["tag"].removeprefix("feature:"), set()).add(c["outcome"])
-    names = {
-        FAILED: "failed",
-        NOT_RUN: "not run",
-        REFUSED: "refused",
-        SIMULATED: "simulated",
-        PASSED: "passed",
-    }
+    names = {FAILED: "failed", NOT_RUN: "not run", REFUSED: "refused", SIMULATED: "simulated", PASSED: "passed"}
     return {
         op: {tag: next(name for o, name in names.items() if o in seen) for tag, seen in row.items()}
         for op, row in found.items()

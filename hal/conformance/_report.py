@@ -8,16 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hal.conformance._cases import PROOFS
-from hal.conformance._result import (
-    FAILED,
-    NOT_APPLICABLE,
-    NOT_RUN,
-    OUTCOMES,
-    PASSED,
-    REFUSED,
-    SIMULATED,
-    Case,
-)
+from hal.conformance._result import FAILED, NOT_APPLICABLE, NOT_RUN, OUTCOMES, PASSED, REFUSED, SIMULATED, Case
 from hal.conformance._waivers import Waiver, faults
 
 SCHEMA = "hal-conformance/2"
@@ -86,9 +77,7 @@ def verdict(
                 why = f" ({reasons.get(some[0].id, '').splitlines()[0]})" if reasons.get(some[0].id) else ""
                 many = f"{len(some)} required case{'s' * (len(some) > 1)}"
                 lacking.append(f"{op}: {many} {MARKS[outcome].lower()}, first {some[0].id}{why}")
-    optional = [
-        i for i in failed if i not in {c.id for c in cases if c.tag == "required" and c.op in set(core)}
-    ]
+    optional = [i for i in failed if i not in {c.id for c in cases if c.tag == "required" and c.op in set(core)}]
     if optional:
         lacking.append(f"{len(optional)} other case{'s' * (len(optional) > 1)} failed, first {optional[0]}")
     lacking += wrong

@@ -55,9 +55,7 @@ def run_backend(
         return run(worker, cases, jobs=jobs)
 
 
-def run(
-    worker: Worker, cases: Sequence[Case], progress: Progress = lambda r, i, n: None, jobs: int = 1
-) -> Outcome:
+def run(worker: Worker, cases: Sequence[Case], progress: Progress = lambda r, i, n: None, jobs: int = 1) -> Outcome:
     """Judges cases on a worker, and, with `jobs`, on as many more at a time; what measures time, memory or threads
     comes last, alone. The ops that a plugin brings are judged where their contracts are loaded, last of all."""
     outcome = Outcome({}, str(worker.about["device"]), dict(worker.about["declared"]))
@@ -146,9 +144,7 @@ def main(
         if verify is not None:
             return check(Path(verify), rerun, say)
         if backend is None:
-            raise SelectionError(
-                "hal: conformance: name a backend: cpu, cuda, ascend, reference, or a plugin's"
-            )
+            raise SelectionError("hal: conformance: name a backend: cpu, cuda, ascend, reference, or a plugin's")
         if certify and (ops or imports):
             raise SelectionError(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"

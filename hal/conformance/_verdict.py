@@ -53,9 +53,7 @@ class Ret:
             raw = placed.arena.memory.raw(start, start + size)
             values = raw.clone().view(dtype).view(shape)
         names = tuple(str(n) for n in said["is"])
-        return cls(
-            kind, "Tensor", names, str(said["dtype"]), shape, str(said["device"]), str(said["shown"]), values
-        )
+        return cls(kind, "Tensor", names, str(said["dtype"]), shape, str(said["device"]), str(said["shown"]), values)
 
 
 def judge(wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str) -> dict[str, float]:
@@ -118,9 +116,7 @@ def _note(room: dict[str, float], got: Tensor, want: Want) -> None:
         room[name] = max(room.get(name, 0.0), headroom(got, want))
 
 
-def _results(
-    label: str, got: Tensor, want: Want, before: Tensor | None, truths: Mapping[str, Want]
-) -> list[str]:
+def _results(label: str, got: Tensor, want: Want, before: Tensor | None, truths: Mapping[str, Want]) -> list[str]:
     right = right_any(got, want)
     if bool(right.all()):
         return []
@@ -171,9 +167,7 @@ def _show(x: Tensor) -> str:
     )
 
 
-def _returned(
-    wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str, room: dict[str, float]
-) -> list[str]:
+def _returned(wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str, room: dict[str, float]) -> list[str]:
     want = wants.get("return")
     if want is None:
         return [] if ret.kind == "none" else [f"return: expected None, got {ret.type}"]
@@ -181,9 +175,7 @@ def _returned(
         return [f"return: expected a tensor, got {ret.type}"]
     same = next((n for n, w in wants.items() if n != "return" and w is want), None)
     if same is not None:
-        return (
-            [] if same in ret.names else [f"return: expected {same} itself, got another tensor {ret.shown}"]
-        )
+        return [] if same in ret.names else [f"return: expected {same} itself, got another tensor {ret.shown}"]
     if ret.device != device:
         return [f"return: expected a tensor on {device}, got one on {ret.device}"]
     dtype, shape = want.dtype or want.candidates[0].value.dtype, want.named.shape

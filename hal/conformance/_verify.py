@@ -88,9 +88,7 @@ def inconsistencies(report: Mapping[str, Any], theirs: Sequence[Case] = ()) -> t
     lacking = [c.id for c in cases if c.id not in rows]
     extra = sorted(set(rows) - {c.id for c in cases})
     wrong += [
-        f"{len(ids)} cases {what}, first {ids[0]}"
-        for ids, what in ((lacking, "missing"), (extra, "unknown"))
-        if ids
+        f"{len(ids)} cases {what}, first {ids[0]}" for ids, what in ((lacking, "missing"), (extra, "unknown")) if ids
     ]
     for case in cases:
         if case.id in rows:
@@ -172,9 +170,7 @@ def _code(report: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what was judged and is another thing now, what could not be looked at)."""
     now = code_of(report["backend"])
     if not now["complete"] and report["code"]["complete"]:
-        return [], [
-            f"the sources of {report['backend']} are not here: that they are what was judged is not known"
-        ]
+        return [], [f"the sources of {report['backend']} are not here: that they are what was judged is not known"]
     files = changed(report["code"], now)
     if not files and now["sha256"] == report["code"]["sha256"]:
         return [], []

@@ -59,9 +59,7 @@ def read(raw: Iterable[Mapping[str, Any]]) -> tuple[Waiver, ...]:
     return tuple(out)
 
 
-def faults(
-    waivers: Sequence[Waiver], outcomes: Mapping[str, str], today: str, ops: Sequence[str]
-) -> list[str]:
+def faults(waivers: Sequence[Waiver], outcomes: Mapping[str, str], today: str, ops: Sequence[str]) -> list[str]:
     """What is wrong with the waivers themselves: expired, matching nothing, or covering what passes."""
     out = []
     for w in waivers:

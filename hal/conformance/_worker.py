@@ -215,9 +215,7 @@ class Worker:
             self._end()
             self.deaths += 1
             gone = isinstance(e, OSError)
-            raise Died(
-                f"the process {'died' if gone else 'answered what can not be read'} ({e})", gone
-            ) from None
+            raise Died(f"the process {'died' if gone else 'answered what can not be read'} ({e})", gone) from None
 
     def _hear(self, until: float) -> dict[str, Any]:
         """One message; EOFError where the process has gone, TimeoutError where it says nothing."""
@@ -280,9 +278,7 @@ def _ticks(pid: int) -> int | None:
     """Clock ticks that a process has run, in the kernel and out of it."""
     try:
         # The name in brackets may hold anything.
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return None
@@ -338,9 +334,7 @@ def _ours(file: str) -> bool:
 
 def _of_hal(file: str) -> bool:
     # <string> is how the process was started.
-    return file == "<string>" or (
-        file.startswith(_HERE) and not file.startswith(os.path.join(_HERE, "backends"))
-    )
+    return file == "<string>" or (file.startswith(_HERE) and not file.startswith(os.path.join(_HERE, "backends")))
 
 
 def _tail(said: Sequence[str]) -> list[str]:

@@ -98,9 +98,7 @@ def junit(report: Mapping[str, Any]) -> str:
                 body = ElementTree.SubElement(case, "failure", message=_plain(tell_case(c)[0]))
                 body.text = _plain(failure_text(c))
             elif c["outcome"] != PASSED:
-                ElementTree.SubElement(
-                    case, "skipped", message=_plain(f"{MARKS[c['outcome']]}: {c['reason']}")
-                )
+                ElementTree.SubElement(case, "skipped", message=_plain(f"{MARKS[c['outcome']]}: {c['reason']}"))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -186,9 +184,7 @@ def page(report: Mapping[str, Any]) -> str:
         own = ", ".join(report["trust"]["own_oracle"])
         parts.append(f"<p>Judged by the plugin's own contracts, where its code runs: {e(own)}.</p>")
     word = "".join(f"<li>{e(w)}</li>" for w in report["trust"]["its_word"])
-    parts.append(
-        f"<details><summary>The word of the backend's own process</summary><ul>{word}</ul></details>"
-    )
+    parts.append(f"<details><summary>The word of the backend's own process</summary><ul>{word}</ul></details>")
     parts.append("<div class=wide><table>")
     for d in report["environment"]["distributions"]:
         record = e(d["record_sha256"] or "no RECORD")

@@ -128,12 +128,7 @@ class Executor:
                 raise Failure(f"{how} call: {e}") from None
 
     def place(
-        self,
-        arguments: Mapping[str, Any],
-        poison: int = POISONS[0],
-        shift: int = 0,
-        where: str = "",
-        side: str = "",
+        self, arguments: Mapping[str, Any], poison: int = POISONS[0], shift: int = 0, where: str = "", side: str = ""
     ) -> Placed:
         """`arguments` in the shared memory, for the target's device; slots of ``method="direct"`` for the CPU, as it
         asks."""

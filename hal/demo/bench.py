@@ -106,9 +106,7 @@ def _case(
     return Row(len(prompts), new * len(prompts), seconds[0], seconds[1], equal)
 
 
-def engine_for(
-    model: Llama, prompts: Sequence[list[int]], new: int, late: int = 0, share: bool = False
-) -> Engine:
+def engine_for(model: Llama, prompts: Sequence[list[int]], new: int, late: int = 0, share: bool = False) -> Engine:
     """An engine with room for all prompts at once but the `late` shortest; with `share` it shares pages between them,
     and has a host pool."""
     running = max(1, len(prompts) - late)

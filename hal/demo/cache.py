@@ -181,12 +181,7 @@ class PagedCache:
     # --- what a forward pass needs ------------------------------------------------------------------
 
     def fill(
-        self,
-        batch: Batch,
-        tokens: Sequence[int],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        ends: Sequence[int],
+        self, batch: Batch, tokens: Sequence[int], rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
     ) -> Batch:
         """Makes `batch` that of the tokens ``starts[i]:ends[i]`` of each row; what is too many in it, padding."""
         batch.tokens.copy_(self.index(tokens))

@@ -128,9 +128,7 @@ def main(
         highlight=False,
     )
     if engine.graphs is not None:
-        console.print(
-            f"{engine.graphs.replayed} of the steps were replays of captured graphs", highlight=False
-        )
+        console.print(f"{engine.graphs.replayed} of the steps were replays of captured graphs", highlight=False)
         if engine.graphs.why_not:
             console.print(f"[yellow]no graphs:[/] {escape(engine.graphs.why_not)}", highlight=False)
     return 1 if failed else 0
@@ -172,22 +170,14 @@ def _reference_for_what_lacks(console: Console) -> Iterator[None]:
 
 
 def _bench(
-    console: Console,
-    model: Llama,
-    theirs: object,
-    encoded: Sequence[list[int]],
-    max_tokens: int,
-    *,
-    exact: bool,
+    console: Console, model: Llama, theirs: object, encoded: Sequence[list[int]], max_tokens: int, *, exact: bool
 ) -> int:
     """Shows tokens a second beside transformers'; fails where one prompt's tokens differ in float32."""
     model.ops = benching.bound(model)
     cases = 2 if len(encoded) > 1 else 1
     with progress(console) as bar:
         task = bar.add_task("the engine and transformers in turn", total=cases * (benching.ROUNDS + 1))
-        rows = benching.run(
-            model, theirs, encoded, max_tokens, benching.ROUNDS, tell=lambda: bar.advance(task)
-        )
+        rows = benching.run(model, theirs, encoded, max_tokens, benching.ROUNDS, tell=lambda: bar.advance(task))
     benched(console, rows)
     return 1 if exact and not rows[0].equal else 0
 
@@ -229,9 +219,7 @@ class Arrivals:
             self.engine.preempt(only)
 
 
-def _check(
-    console: Console, screen: Screen, model: object, requests: Sequence[Request], *, exact: bool
-) -> bool:
+def _check(console: Console, screen: Screen, model: object, requests: Sequence[Request], *, exact: bool) -> bool:
     """Shows the comparison with transformers; whether it failed."""
     with progress(console) as bar:
         found = [compare(model, r) for r in bar.track(requests, description="transformers, prompt by prompt")]

@@ -82,9 +82,7 @@ class DecodeGraphs:
             return None
         if size not in self._graphs:
             b = self._buffers
-            batch = Batch(
-                b.tokens[:size], b.positions[:size], b.slots[:size], b.kv_indptr[: size + 1], b.kv_indices
-            )
+            batch = Batch(b.tokens[:size], b.positions[:size], b.slots[:size], b.kv_indptr[: size + 1], b.kv_indices)
             # Padding alone: the capture writes nothing and reads no slot.
             batch.tokens.zero_(), batch.positions.fill_(-1), batch.slots.fill_(-1), batch.kv_indptr.zero_()
             try:

@@ -118,9 +118,7 @@ class Llama:
             qkv = linear(rms_norm(x, layer.input_norm, self.eps), layer.qkv)
             q, k, v = torch.split(qkv.view(n, -1, self.head_dim), qkv_heads, dim=1)
             k_cache, v_cache = pool.layer(i)
-            self.ops.rope_kv_write(
-                q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False
-            )
+            self.ops.rope_kv_write(q, k, v, self.cos_sin, batch.positions, k_cache, v_cache, batch.slots, write_k=False)
             heads = self._attention(q, k_cache, v_cache, batch).view(n, -1)
             if layer is self.layers[-1] and ends is not None:
                 heads, x = heads[ends], x[ends]  # nobody reads the others any more
@@ -147,14 +145,7 @@ class Llama:
         q, k, v = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], dim=1)
         cache = {"k_cache": k_cache, "v_cache": v_cache}
         attend = {"q": q, **cache, "kv_indptr": b.kv_indptr, "kv_indices": b.kv_indices, "scale": 1.0}
-        rope = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "cos_sin_cache": self.cos_sin,
-            "positions": b.positions,
-            "slots": b.slots,
-        }
+        rope = {"q": q, "k": k, "v": v, "cos_sin_cache": self.cos_sin, "positions": b.positions, "slots": b.slots}
         return {
             "rope_kv_write": {**rope, **cache, "write_k": False},
             "decode_attention": attend,

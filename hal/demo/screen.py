@@ -9,14 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -46,9 +39,7 @@ class Answer:
 class Screen:
     """Prints to `console`: what happens, line by line, and the answers; on a terminal they are seen growing."""
 
-    def __init__(
-        self, console: Console, answers: Sequence[Answer], decode: Callable[[list[int]], str]
-    ) -> None:
+    def __init__(self, console: Console, answers: Sequence[Answer], decode: Callable[[list[int]], str]) -> None:
         self.console, self.answers, self.decode = console, answers, decode
         self._told = 0
 
@@ -75,9 +66,7 @@ class Screen:
         of = {a.request: a.number for a in self.answers if a.request is not None}
         for event in events[self._told :]:
             what = _SAYS[event.what].format(event.tokens)
-            self.console.print(
-                f"[dim]step {event.step:>3}[/]  [cyan]{of[event.request]}[/]  {what}", highlight=False
-            )
+            self.console.print(f"[dim]step {event.step:>3}[/]  [cyan]{of[event.request]}[/]  {what}", highlight=False)
         self._told = len(events)
 
     def _grid(self) -> Table:
@@ -127,15 +116,7 @@ class Screen:
 def benched(console: Console, rows: Sequence[Row]) -> None:
     """Tokens a second, the engine's and transformers'."""
     table = _table("Tokens a second beside transformers' greedy generate")
-    for name in (
-        "prompts",
-        "tokens each",
-        "hal",
-        "transformers",
-        "ratio",
-        "lowest to highest",
-        "outputs equal",
-    ):
+    for name in ("prompts", "tokens each", "hal", "transformers", "ratio", "lowest to highest", "outputs equal"):
         table.add_column(name, justify="right")
     for r in rows:
         ratios = sorted(t / o for o, t in zip(r.ours, r.theirs, strict=True))
@@ -171,9 +152,7 @@ def _time(seconds: float) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True
-    )
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
 def progress(console: Console) -> Progress:

@@ -9,17 +9,7 @@ from typing import Any
 
 from hal.engines._engine import ENGINES, Engine, EngineError, asked, layer, require, states
 
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "EngineError",
-    "asked",
-    "join_parts",
-    "join_sinks",
-    "layer",
-    "require",
-    "states",
-]
+__all__ = ["ENGINES", "Engine", "EngineError", "asked", "join_parts", "join_sinks", "layer", "require", "states"]
 
 
 def __getattr__(name: str) -> Any:

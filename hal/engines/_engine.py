@@ -130,9 +130,7 @@ def states() -> list[dict[str, Any]]:
         state = "off"
         if e.name in chosen:
             state = "error" if why else "on"
-            why = why or f"HAL_ENGINES={_env.get('HAL_ENGINES')}" + (
-                f", once it runs {e.also}" if e.also else ""
-            )
+            why = why or f"HAL_ENGINES={_env.get('HAL_ENGINES')}" + (f", once it runs {e.also}" if e.also else "")
         elif not why:
             its_own = f"; {e.flag} alone asks for attention" + (f", after {e.also}" if e.also else "")
             why = f"HAL_ENGINES does not name it{its_own}"

@@ -57,12 +57,7 @@ def attend_trees(
 
 
 def lists_of_tokens(
-    mask: Tensor,
-    mask_indptr: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    skip_prefix: bool,
+    mask: Tensor, mask_indptr: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, skip_prefix: bool
 ) -> tuple[Tensor, Tensor]:
     """A list of slots for each query, by masks of every form: for `decode_attention`, with as many requests as queries.
 
@@ -87,9 +82,7 @@ def lists_of_tokens(
     indptr = torch.zeros(n + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(lengths, 0, out=indptr[1:])
     total = int(indptr[-1])
-    token = torch.arange(n, dtype=torch.int64, device=mask.device).repeat_interleave(
-        lengths, output_size=total
-    )
+    token = torch.arange(n, dtype=torch.int64, device=mask.device).repeat_interleave(lengths, output_size=total)
     row = request[token]
     j = torch.arange(total, dtype=torch.int64, device=mask.device) - indptr[token]
     nth = token - qo_indptr.to(torch.int64)[row]

@@ -40,9 +40,7 @@ def join_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor:
     return out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
 
-def join_parts(
-    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, merged_lse: Tensor | None = None
-) -> Tensor:
+def join_parts(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, merged_lse: Tensor | None = None) -> Tensor:
     """One attention of two over different keys of the same queries, as if all keys had been one list (merge_state).
 
     Args:

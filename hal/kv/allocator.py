@@ -53,9 +53,7 @@ class SlotAllocator:
             raise ArgumentError("SlotAllocator", "tokens", "an int >= 0", repr(tokens))
         need = -(-tokens // self.page_size)
         if need > sum(self._runs.values()):
-            raise HalError(
-                f"hal: SlotAllocator: {tokens} slots asked for, {self.available} free; free some first"
-            )
+            raise HalError(f"hal: SlotAllocator: {tokens} slots asked for, {self.available} free; free some first")
         taken: list[tuple[int, int]] = []
         while need:
             fitting = [start for start, n in self._runs.items() if n >= need]
@@ -84,9 +82,7 @@ class SlotAllocator:
                 top = self._pages * self.page_size
                 raise ArgumentError("SlotAllocator", "slots", f"slots in [0, {top})", f"a slot of page {p}")
             if not self._used[p]:
-                raise ArgumentError(
-                    "SlotAllocator", "slots", "slots in use", f"page {p}, which is free already"
-                )
+                raise ArgumentError("SlotAllocator", "slots", "slots in use", f"page {p}, which is free already")
         for p in pages:
             self._give(p, 1)
 

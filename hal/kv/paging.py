@@ -16,9 +16,7 @@ from hal.ops._spans import check_page_size, extent
 from hal.ops._torch import in_range
 
 
-def num_new_pages(
-    prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequence[int], page_size: int
-) -> int:
+def num_new_pages(prefix_lens: Tensor | Sequence[int], seq_lens: Tensor | Sequence[int], page_size: int) -> int:
     """The pages that requests with `prefix_lens` tokens need to grow to `seq_lens`, as `alloc_extend` counts them.
 
     For `alloc_decode` the prefix is ``seq_lens - 1``. Nothing is asked of a device, so there is nothing to wait for.
@@ -42,10 +40,7 @@ def num_new_pages(
         if isinstance(lens, Tensor):
             if not lens.is_cpu or lens.ndim != 1 or lens.is_floating_point():
                 raise ArgumentError(
-                    "num_new_pages",
-                    name,
-                    "[bs] ints on the CPU",
-                    f"{lens.dtype}{list(lens.shape)}@{lens.device}",
+                    "num_new_pages", name, "[bs] ints on the CPU", f"{lens.dtype}{list(lens.shape)}@{lens.device}"
                 )
             lens = lens.tolist()
         lists.append(lens)
@@ -194,9 +189,7 @@ def runs(
     total = int(lengths.sum())
     begin = lengths.cumsum(0) - lengths
     shift, begin, keys, seen = (x.to(device) for x in (low - begin, begin, lengths, seen))
-    at = torch.repeat_interleave(shift, keys, output_size=total) + torch.arange(
-        total, device=device, dtype=torch.int64
-    )
+    at = torch.repeat_interleave(shift, keys, output_size=total) + torch.arange(total, device=device, dtype=torch.int64)
     listing = Listing(slots[at].to(torch.int32), begin, keys, lengths.tolist())
     some = None if bool(owned.all()) else owned.to(device)
     return Runs(rows.tolist(), listing, -1 if single else sliding_window, seen, some)

@@ -90,12 +90,7 @@ def runs(*sides: tuple[Tensor, KVPool]) -> Tensor:
 
 
 def copies(
-    src: KVPool,
-    dst: KVPool,
-    a: Tensor,
-    b: Tensor,
-    layers: range | None = None,
-    dst_layers: range | None = None,
+    src: KVPool, dst: KVPool, a: Tensor, b: Tensor, layers: range | None = None, dst_layers: range | None = None
 ) -> Copies:
     """The fewest contiguous copies, in pair order, that move slots `a` of `src` to slots `b` of `dst`.
 
@@ -114,14 +109,7 @@ def copies(
 
 
 def _plane_copies(
-    p: Plane,
-    q: Plane,
-    src: KVPool,
-    dst: KVPool,
-    a: Tensor,
-    b: Tensor,
-    tokens: Tensor,
-    layers: tuple[range, range],
+    p: Plane, q: Plane, src: KVPool, dst: KVPool, a: Tensor, b: Tensor, tokens: Tensor, layers: tuple[range, range]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The copies of runs that start at slots `a` and `b`; `tokens` is their length."""
     pieces, size = max(p.chunks, q.chunks), min(p.chunk_bytes, q.chunk_bytes)
@@ -150,9 +138,7 @@ def _plane_copies(
         start = slots // pool.page_size * x.page_stride + slots % pool.page_size * x.token_stride
         token = (start[run] + t * x.token_stride).view(-1, 1, 1)
         grids.append(token + offsets["piece"][side].view(-1, 1) + offsets["layer"][side])
-    return _join(
-        grids[0].view(-1), grids[1].view(-1), sizes[run].view(-1, 1, 1).expand_as(grids[0]).reshape(-1)
-    )
+    return _join(grids[0].view(-1), grids[1].view(-1), sizes[run].view(-1, 1, 1).expand_as(grids[0]).reshape(-1))
 
 
 def _join(src: Tensor, dst: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -133,16 +133,10 @@ class KVPool:
         if self.v is not None:
             layers, slots, self.v_row_shape = self._check("v", self.v)
             first_v = self.v if isinstance(self.v, Tensor) else self.v[0]
-            if (layers, slots, self.v_row_shape[:-1]) != (
-                self.num_layers,
-                self.num_slots,
-                self.row_shape[:-1],
-            ):
+            if (layers, slots, self.v_row_shape[:-1]) != (self.num_layers, self.num_slots, self.row_shape[:-1]):
                 raise _bad("v", f"k's shape but for the last dim, {_shape(self.k)}", _shape(self.v))
             if (first_v.dtype, first_v.device) != (self.dtype, self.device):
-                raise _bad(
-                    "v", f"{self.dtype} on {self.device}, like k", f"{first_v.dtype} on {first_v.device}"
-                )
+                raise _bad("v", f"{self.dtype} on {self.device}, like k", f"{first_v.dtype} on {first_v.device}")
         self.pinned = (
             self.device.type == "cpu"
             and self.num_slots > 0
@@ -178,12 +172,7 @@ class KVPool:
                 raise _bad(name, "a tensor or a non-empty sequence of tensors", _describe(half))
             one = half[0]
             for i, t in enumerate(half):
-                if (t.shape, t.dtype, t.device, t.stride()) != (
-                    one.shape,
-                    one.dtype,
-                    one.device,
-                    one.stride(),
-                ):
+                if (t.shape, t.dtype, t.device, t.stride()) != (one.shape, one.dtype, one.device, one.stride()):
                     raise _bad(f"{name}[{i}]", f"layer 0's {_describe(one)}", _describe(t))
             shape, strides = (len(half), *one.shape), (1, *one.stride())
         else:
@@ -206,9 +195,7 @@ class KVPool:
         if dims.page is None:
             return layers, page, row
         if page != self.page_size:
-            raise _bad(
-                "page_size", f"{page}, which the tensor's shape {_shape(half)} says", str(self.page_size)
-            )
+            raise _bad("page_size", f"{page}, which the tensor's shape {_shape(half)} says", str(self.page_size))
         return layers, shape[dims.page] * page, row
 
     def _plane(self, half: Tensor | tuple[Tensor, ...]) -> Plane:
@@ -275,9 +262,7 @@ class KVPool:
         return view(self.k), None if self.v is None else view(self.v)
 
     @classmethod
-    def host_like(
-        cls, pool: KVPool, slots: int, layout: str = "page_first", page_size: int | None = None
-    ) -> KVPool:
+    def host_like(cls, pool: KVPool, slots: int, layout: str = "page_first", page_size: int | None = None) -> KVPool:
         """A host pool for the same rows as `pool`, pinned where an accelerator is there to need it.
 
         Args:
@@ -310,9 +295,7 @@ class KVPool:
             else:
                 shape = (slots, n, *row) if layout == "page_first" else (n, slots, *row)
             # Only the fp8 dtypes lack a zero fill on some builds; bytes always have one.
-            raw = _host.zeros(
-                (*shape[:-1], shape[-1] * pool.dtype.itemsize), dtype=torch.uint8, pin_memory=_pinning()
-            )
+            raw = _host.zeros((*shape[:-1], shape[-1] * pool.dtype.itemsize), dtype=torch.uint8, pin_memory=_pinning())
             return raw.view(pool.dtype)
 
         v = None if pool.v_row_shape is None else make(pool.v_row_shape)

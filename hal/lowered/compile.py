@@ -43,9 +43,7 @@ _CONSTANT = re.compile(r"(%[\w-]+) = (?:arith|llvm\.mlir)\.constant\(?\s*(-?\d+)
 _CAST = re.compile(
     r"hivm\.hir\.pointer_cast\(([^)]*)\)(?: \[[^\]]*\])? : memref<([^,>]*)([^#]*)#hivm\.address_space<ub>"
 )
-_UB_ACCESS = re.compile(
-    r"memref\.(?:load|store) .*?%\S+\[([^\]]*)\].*: memref<[^:]*#hivm\.address_space<ub>>"
-)
+_UB_ACCESS = re.compile(r"memref\.(?:load|store) .*?%\S+\[([^\]]*)\].*: memref<[^:]*#hivm\.address_space<ub>>")
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,7 @@ def compile_for(ttadapter: str, target: str) -> Compiled:
     real = shutil.which(hivmc)
     if real:
         return _compile(ttadapter, target, tool, hivmc, real)
-    parts = (
-        toolchain.fingerprint(),
-        tool.stat().st_size,
-        _OPTIONS,
-        Path(__file__).read_text(),
-        target,
-        ttadapter,
-    )
+    parts = (toolchain.fingerprint(), tool.stat().st_size, _OPTIONS, Path(__file__).read_text(), target, ttadapter)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     path = toolchain.cache_dir() / key[:2] / f"{key}.{name}.json"
     try:
@@ -161,7 +152,5 @@ def scalar_accesses(module: str) -> int:
     """Reads and writes of single elements of the unified buffer at an index that is no constant."""
     found = (_UB_ACCESS.search(line) for line in module.splitlines())
     return sum(
-        any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip())
-        for m in found
-        if m
+        any(not re.fullmatch(r"%c\d+(_\d+)?", i.strip()) for i in m[1].split(",") if i.strip()) for m in found if m
     )

@@ -38,13 +38,7 @@ class AccessError(LoweredError):
     """
 
     def __init__(
-        self,
-        kernel: str,
-        argument: str | None,
-        program: tuple[int, int, int],
-        kind: str,
-        distance: int,
-        size: int,
+        self, kernel: str, argument: str | None, program: tuple[int, int, int], kind: str, distance: int, size: int
     ) -> None:
         super().__init__(kernel, argument, program, kind, distance, size)
         self.kernel, self.argument, self.program = kernel, argument, program

@@ -18,18 +18,7 @@ import re
 from hal.lowered import pins, runtime
 from hal.lowered.errors import LoweringError
 
-SIZES = {
-    "i1": 1,
-    "i8": 1,
-    "i16": 2,
-    "half": 2,
-    "bfloat": 2,
-    "i32": 4,
-    "float": 4,
-    "i64": 8,
-    "double": 8,
-    "ptr": 8,
-}
+SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
 
 _LOAD = re.compile(r"^(\s*%[\w.]+ = load (?:volatile )?)([^,]+), ptr (%[\w.]+|@[\w.]+)(.*)$")
 _STORE = re.compile(r"^(\s*store (?:volatile )?)(.+), ptr (%[\w.]+|@[\w.]+)((?:, (?:align|!).*)?)$")
@@ -43,17 +32,11 @@ _CONSTANT = re.compile(r"^@([\w.]+) = (?:private|internal) (?:unnamed_addr )?con
 _HELPER = "dealloc_helper"
 _OURS = {"malloc": "hal_alloc", "free": "hal_free", "memrefCopy": "hal_copy"}
 _CALL = re.compile(r"@(malloc|free|memrefCopy)\(")
-_MEMCPY = re.compile(
-    r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)"
-)
+_MEMCPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.[\w.]+\(ptr ([^,]+), ptr ([^,]+), i64 ([^,]+), i1 \w+\)")
 _BF16 = re.compile(r" = (fpext|fptrunc) ((?:bfloat|float) %[\w.]+) to (bfloat|float)$")
 _MEMSET = re.compile(r"call void @llvm\.memset\.[\w.]+\(ptr ([^,]+), i8 ([^,]+), i64 ([^,]+), i1 \w+\)")
 # What a C library has under the names that LLVM's math intrinsics become, and the kernels' own use.
-_LIBM = {
-    f + suffix
-    for f in ("exp", "log", "sin", "cos", "tanh", "erf", "pow", "fma", "fmod")
-    for suffix in ("", "f")
-}
+_LIBM = {f + suffix for f in ("exp", "log", "sin", "cos", "tanh", "erf", "pow", "fma", "fmod") for suffix in ("", "f")}
 
 _DECLARATIONS = """
 declare noalias align 64 ptr @hal_alloc(ptr, i64) allocsize(1)
@@ -167,14 +150,8 @@ def _check(line: str, number: int, own: set[str], kernel: str) -> list[str]:
     """`line`, and before it the check of what it accesses."""
     match = _LOAD.match(line) or _STORE.match(line)
     if match is None:
-        if (
-            _OTHER_ACCESS.search(line.split(";")[0])
-            and "@llvm.stack" not in line
-            and "attributes" not in line
-        ):
-            raise LoweringError(
-                kernel, "instrumentation", f"an access in a form that is not known: {line.strip()}"
-            )
+        if _OTHER_ACCESS.search(line.split(";")[0]) and "@llvm.stack" not in line and "attributes" not in line:
+            raise LoweringError(kernel, "instrumentation", f"an access in a form that is not known: {line.strip()}")
         return [line]
     head, value, pointer, tail = match.groups()
     if pointer in own:

@@ -84,10 +84,7 @@ _lock = threading.Lock()
 
 
 def lower(
-    jit_fn: Any,
-    args: Sequence[Any],
-    constexprs: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
+    jit_fn: Any, args: Sequence[Any], constexprs: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> Lowered:
     """Lower `jit_fn` for these arguments.
 
@@ -139,9 +136,7 @@ def find(
 @functools.lru_cache(maxsize=1024)
 def _arguments(jit_fn: Any) -> list[tuple[str, str, bool, bool]]:
     """Name, annotated type and specialisation of each parameter that is no constexpr, and whether it has neither."""
-    found = [
-        (p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr
-    ]
+    found = [(p.name, p.annotation_type, not p.do_not_specialize) for p in jit_fn.params if not p.is_constexpr]
     return [(*p, not p[1] and not p[2]) for p in found]
 
 

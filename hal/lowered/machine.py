@@ -160,9 +160,7 @@ class Machine:
         self._entry = self._engine.get_function_address("hal_entry")
         self._constants = self._engine.get_global_value_address("hal_constants")
 
-    def __call__(
-        self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]
-    ) -> dict[str, Traffic]:
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], shared: frozenset[str]) -> dict[str, Traffic]:
         """Run all programs. Raises what they did wrong; returns the traffic, if traced and recorded."""
         words, given, names, blocks = self._pack(args, shared)
         try:
@@ -217,9 +215,7 @@ class Machine:
             else:
                 words.append(value - (1 << 64) if value >= 1 << 63 else value)
         if len(words) != self._words or len(names) > runtime.MAX_ARGUMENTS:
-            raise LoweredError(
-                f"hal: kernel {self.lowered.name}: {len(words)} words for {self._words} parameters"
-            )
+            raise LoweredError(f"hal: kernel {self.lowered.name}: {len(words)} words for {self._words} parameters")
         return array.array("q", words), array.array("q", given), names, blocks
 
     def _error(self, s: runtime.State, grid: tuple[int, int, int], names: Sequence[str]) -> LoweredError:
@@ -228,9 +224,7 @@ class Machine:
         verb = "write" if s.error_access & runtime.WRITE else "read"
         program = _program(s.error_program, grid)
         if kind == runtime.MEMORY:
-            return LoweredError(
-                f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes"
-            )
+            return LoweredError(f"hal: kernel {name}, program {program}: its buffers exceed {ARENA_BYTES} bytes")
         if kind == runtime.STRAY:
             return LoweredError(
                 f"hal: kernel {name}, program {program}: a loop over {size} bytes that are none of its buffers, which "
@@ -268,9 +262,7 @@ def _gaps(t: Any) -> tuple[list[tuple[int, int]], int]:
     item = t.element_size()
     if t.is_contiguous() or t.numel() == 0:
         return [], 0
-    dims = sorted(
-        ((st * item, n) for n, st in zip(t.shape, t.stride(), strict=True) if n > 1 and st), reverse=True
-    )
+    dims = sorted(((st * item, n) for n, st in zip(t.shape, t.stride(), strict=True) if n > 1 and st), reverse=True)
     inner = item
     while dims and dims[-1][0] == inner:
         inner *= dims.pop()[1]

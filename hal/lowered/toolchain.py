@@ -85,11 +85,7 @@ def fingerprint() -> str:
     assert spec is not None
     assert spec.origin is not None
     lib = Path(spec.origin).parent
-    for tool in (
-        lib / "_C" / "libtriton.so",
-        lib / "backends/ascend/triton-adapter-opt",
-        bishengir("bishengir-opt"),
-    ):
+    for tool in (lib / "_C" / "libtriton.so", lib / "backends/ascend/triton-adapter-opt", bishengir("bishengir-opt")):
         stat = tool.stat()
         parts.append(f"{tool.name} {stat.st_size} {stat.st_mtime_ns}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -28,9 +28,7 @@ def q_arg(rows: str) -> TensorArg:
 
 
 def cache_arg(head_dim: str) -> TensorArg:
-    return TensorArg(
-        f"slots kv_heads {head_dim} | pages page_size kv_heads {head_dim}", FLOATS + FP8, stride="inner"
-    )
+    return TensorArg(f"slots kv_heads {head_dim} | pages page_size kv_heads {head_dim}", FLOATS + FP8, stride="inner")
 
 
 def out_args(rows: str) -> dict[str, TensorArg]:
@@ -81,11 +79,7 @@ def check_numbers(op: str, scale: Any, sliding_window: Any, logit_cap: Any) -> N
     """The rules on plain values, which selection does not see."""
     if not finite(scale):
         raise ArgumentError(op, "scale", "a finite float", show(scale))
-    if (
-        isinstance(sliding_window, bool)
-        or not isinstance(sliding_window, int)
-        or not -1 <= sliding_window < 2**63
-    ):
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or not -1 <= sliding_window < 2**63:
         raise ArgumentError(op, "sliding_window", "an int64, -1 (no window) or more", show(sliding_window))
     if not finite(logit_cap) or logit_cap < 0:
         raise ArgumentError(op, "logit_cap", "a float, 0 (no cap) or more", show(logit_cap))
@@ -115,12 +109,7 @@ def gather(cache: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float | Tensor,
-    logit_cap: float,
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | Tensor, logit_cap: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``q [n, q_heads, head_dim]`` over ``k, v [nnz, kv_heads, dim]`` where ``seen [n, nnz]``."""
     n, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]

@@ -11,18 +11,7 @@ from torch import Tensor
 from hal import _memory
 from hal._errors import ArgumentError
 from hal.kv.pool import KVPool
-from hal.ops._arguments import (
-    FP8,
-    ROWS,
-    SHORT,
-    Arg,
-    PoolArg,
-    ScaleArg,
-    TensorArg,
-    ValueArg,
-    describe,
-    dims_of,
-)
+from hal.ops._arguments import FP8, ROWS, SHORT, Arg, PoolArg, ScaleArg, TensorArg, ValueArg, describe, dims_of
 from hal.ops._signature import Signature, is_scale, place_name, stride_class, tensors_of
 
 if TYPE_CHECKING:
@@ -48,11 +37,7 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> Signature:
     if not any(isinstance(a, PoolArg) for a in spec.args.values()):
         for name, arg in spec.args.items():
             v = values[name]
-            if (
-                isinstance(v, Tensor)
-                and isinstance(arg, TensorArg | ScaleArg)
-                and v.device.type != sig.device
-            ):
+            if isinstance(v, Tensor) and isinstance(arg, TensorArg | ScaleArg) and v.device.type != sig.device:
                 raise ArgumentError(
                     spec.name,
                     name,
@@ -62,9 +47,7 @@ def check_call(spec: OpSpec, values: Mapping[str, Any]) -> Signature:
     for d in ROWS:
         size, name = dims.get(d, (1, ""))
         if not size:
-            raise ArgumentError(
-                spec.name, name, f"rows of at least one element ({d})", describe(values[name])
-            )
+            raise ArgumentError(spec.name, name, f"rows of at least one element ({d})", describe(values[name]))
     if spec.check is not None:
         spec.check(values, {d: size for d, (size, _) in dims.items()})
     if spec.check_sizes is not None:
@@ -92,9 +75,7 @@ def check_untracked(op: str, name: str, t: Tensor) -> None:
         )
 
 
-def _check_one(
-    op: str, name: str, arg: Arg, values: Mapping[str, Any], dims: dict[str, tuple[int, str]]
-) -> None:
+def _check_one(op: str, name: str, arg: Arg, values: Mapping[str, Any], dims: dict[str, tuple[int, str]]) -> None:
     value = values[name]
 
     def bad(expected: str, got: str) -> ArgumentError:
@@ -110,9 +91,7 @@ def _check_one(
         elif value is not None and not is_scale(value):
             raise bad("a float, a one-element float32 tensor, or None", type_name(value))
     elif isinstance(arg, ValueArg):
-        if arg.choices and not any(
-            value is c or (type(value) is type(c) and value == c) for c in arg.choices
-        ):
+        if arg.choices and not any(value is c or (type(value) is type(c) and value == c) for c in arg.choices):
             raise bad("one of " + ", ".join(map(repr, arg.choices)), repr(value))
     elif value is None:
         if not arg.optional:
@@ -124,12 +103,7 @@ def _check_one(
 
 
 def _check_tensor(
-    op: str,
-    name: str,
-    arg: TensorArg,
-    t: Tensor,
-    values: Mapping[str, Any],
-    dims: dict[str, tuple[int, str]],
+    op: str, name: str, arg: TensorArg, t: Tensor, values: Mapping[str, Any], dims: dict[str, tuple[int, str]]
 ) -> None:
     def bad(expected: str, got: str) -> ArgumentError:
         return ArgumentError(op, name, expected, got)
@@ -147,10 +121,7 @@ def _check_tensor(
     for i, (d, size) in enumerate(zip(names, t.shape, strict=True)):
         known = dims.setdefault(d, (size, name))
         if known[0] != size:
-            raise bad(
-                f"[{', '.join(names)}] with {d} = {known[0]}, as in {known[1]}",
-                f"{describe(t)} (dim {i})",
-            )
+            raise bad(f"[{', '.join(names)}] with {d} = {known[0]}, as in {known[1]}", f"{describe(t)} (dim {i})")
     if arg.stride == "contiguous" and not t.is_contiguous():
         raise bad("a contiguous tensor (hal never copies one for you)", describe(t))
     if arg.stride == "inner" and not t.is_contiguous() and "strided" in stride_class(t):
@@ -172,9 +143,7 @@ def check_range(op: str, name: str, index: Tensor, low: int, high: int) -> None:
         raise ArgumentError(op, name, f"values in [{low}, {high}]", f"{int(index[i])} at index {i}")
 
 
-def check_cache(
-    op: str, a: Mapping[str, Any], cache: str, like: str, scale: str, may_be_zero: bool = False
-) -> None:
+def check_cache(op: str, a: Mapping[str, Any], cache: str, like: str, scale: str, may_be_zero: bool = False) -> None:
     """The rules on a cache and its scale, by the arguments' names: fp8, or the dtype of `like` and no scale."""
     source, found, by = a[like], a[cache], a[scale]
     if found is not None and found.dtype not in (source.dtype, *FP8):

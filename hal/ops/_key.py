@@ -19,9 +19,7 @@ def key_source(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Col
     return f"({tensors}, {others})"
 
 
-def key_sources(
-    arguments: Mapping[str, Arg], static: frozenset[str], shaped: Collection[str] = ()
-) -> tuple[str, str]:
+def key_sources(arguments: Mapping[str, Arg], static: frozenset[str], shaped: Collection[str] = ()) -> tuple[str, str]:
     """`key_source` in two: a tuple of what tensors add, and one of what other arguments do.
 
     Lean on purpose: it is evaluated on every dispatched call. What is nearly always so (one device, contiguous,
@@ -52,9 +50,7 @@ def key_sources(
             others.append(f"{name}.__class__, {name}" if arg.choices else known)
         else:
             one = _tensor_key(name, arg, static, name in shaped or name in ranked[:1])
-            parts.append(
-                f"None if {name} is None else ({', '.join(one)})" if arg.optional else ", ".join(one)
-            )
+            parts.append(f"None if {name} is None else ({', '.join(one)})" if arg.optional else ", ".join(one))
     if ranked:
         # Under torch.jit.trace a size is a tensor: what is traced has no key.
         parts.append(f"{shape_name(ranked[0])}[0].__class__")
@@ -66,9 +62,7 @@ def key_sources(
 
     def some(test: str, names: Sequence[str]) -> str:
         return " or ".join(
-            f"{n} is not None and {test.format(n)}"
-            if getattr(arguments[n], "optional", False)
-            else test.format(n)
+            f"{n} is not None and {test.format(n)}" if getattr(arguments[n], "optional", False) else test.format(n)
             for n in names
         )
 
@@ -83,8 +77,7 @@ def key_sources(
         parts.append(f"{every('{}.is_contiguous()', names)} or _strides({', '.join(names)})")
         # No address: empty, or a tensor without memory.
         addresses = [
-            f"{n}.data_ptr()" if not tensors[n].optional else f"16 if {n} is None else {n}.data_ptr()"
-            for n in names
+            f"{n}.data_ptr()" if not tensors[n].optional else f"16 if {n} is None else {n}.data_ptr()" for n in names
         ]
         addresses = [f"(_at_{n} := {a})" if n in floats else a for n, a in zip(names, addresses, strict=True)]
         parts.append(f"0 in ({', '.join(addresses)},) and _memory({', '.join(names)})")
@@ -150,10 +143,7 @@ def size_groups(arguments: Mapping[str, Arg], static: frozenset[str]) -> list[li
             owners.setdefault(d, set()).add(where)
     if any(len(found) > 1 for found in owners.values()):
         return None
-    return [
-        sorted(places, key=lambda p: getattr(arguments[p[0]], "optional", False))
-        for places in groups.values()
-    ]
+    return [sorted(places, key=lambda p: getattr(arguments[p[0]], "optional", False)) for places in groups.values()]
 
 
 def sizes_source(

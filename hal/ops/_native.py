@@ -78,17 +78,7 @@ def _built() -> Any:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / "hal_sign.so"
             include = sysconfig.get_path("include")
-            command = [
-                *compiler,
-                "-std=gnu11",
-                "-O2",
-                "-shared",
-                "-fPIC",
-                f"-I{include}",
-                str(source),
-                "-o",
-                str(made),
-            ]
+            command = [*compiler, "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             made.replace(path)
     spec = importlib.util.spec_from_file_location("hal_sign", path)

@@ -70,9 +70,7 @@ class Signature(Mapping[str, Any]):
 
     __slots__ = ("_args", "device", "dims", "index", "op")
 
-    def __init__(
-        self, op: str, args: Mapping[str, Any], device: str, index: int | None, dims: Mapping[str, int]
-    ):
+    def __init__(self, op: str, args: Mapping[str, Any], device: str, index: int | None, dims: Mapping[str, int]):
         self.op = op
         self._args = dict(args)
         self.device = device
@@ -95,9 +93,7 @@ class Signature(Mapping[str, Any]):
     __repr__ = __str__
 
 
-def sign(
-    op: str, arguments: Mapping[str, Arg], static: frozenset[str], values: Mapping[str, Any]
-) -> Signature:
+def sign(op: str, arguments: Mapping[str, Arg], static: frozenset[str], values: Mapping[str, Any]) -> Signature:
     """`OpSpec.sign`."""
     dims: dict[str, int] = {}
     sig: dict[str, Any] = {}
@@ -123,9 +119,7 @@ def sign(
             accel.setdefault((found.type, found.index), name)
     if len(accel) > 1:
         (a, first), (b, second) = list(accel.items())[:2]
-        raise ArgumentError(
-            op, second, f"a tensor on {place_name(a)}, like {first}", f"one on {place_name(b)}"
-        )
+        raise ArgumentError(op, second, f"a tensor on {place_name(a)}, like {first}", f"one on {place_name(b)}")
     device, index = next(iter(accel), ("cpu", None))
     return Signature(op, sig, device, index, dims)
 

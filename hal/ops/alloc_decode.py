@@ -14,9 +14,7 @@ from hal.ops.alloc_extend import largest_page
 from hal.ops.spec import INDEX, OpSpec, TensorArg, ValueArg
 
 
-def alloc_decode(
-    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
-) -> Tensor:
+def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
     """``out[i]`` becomes the slot of request i's newest token, the one at position ``seq_lens[i] - 1``.
 
     It is ``last_loc[i] + 1``, or, where the token opens a page, the first slot of the next of `free_pages`

@@ -67,9 +67,7 @@ def alloc_extend(
     follows = (last >= 0) & (last % page_size == (prefix[i] - 1) % page_size)
     taken = (pages.cumsum(0) - pages)[i] + ahead
     there = (ahead >= 0) & (taken < n)
-    new = (
-        torch.where(there, free_pages[torch.where(there, taken, 0)], -1) if n else torch.full_like(taken, -1)
-    )
+    new = torch.where(there, free_pages[torch.where(there, taken, 0)], -1) if n else torch.full_like(taken, -1)
     page = torch.where(ahead < 0, torch.where(follows, last // page_size, -1), new)
     ok = used & (page >= 0) & (page <= largest_page(out.dtype, page_size))
     out.copy_(torch.where(ok, torch.where(ok, page, 0) * page_size + position % page_size, -1))

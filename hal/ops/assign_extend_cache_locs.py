@@ -67,11 +67,7 @@ def assign_extend_cache_locs(
 
 def _check_values(a: Mapping[str, Any]) -> None:
     rows, width = a["req_to_token"].shape
-    for name, low, high in (
-        ("req_pool_indices", -1, rows - 1),
-        ("start_offsets", 0, width),
-        ("end_offsets", 0, width),
-    ):
+    for name, low, high in (("req_pool_indices", -1, rows - 1), ("start_offsets", 0, width), ("end_offsets", 0, width)):
         check_range("assign_extend_cache_locs", name, a[name], low, high)
     needed = int((a["end_offsets"].to(torch.int64) - a["start_offsets"]).clamp(min=0).sum())
     if needed > a["out"].shape[0]:

@@ -82,12 +82,7 @@ def write_sums(length: Tensor, kv_indptr: Tensor, capacity: int) -> None:
 
 
 def _check_sizes(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    kv_lens: Tensor,
-    kv_indptr: Tensor,
-    out: Tensor,
-    kv_start: Any,
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor, kv_start: Any
 ) -> None:
     check_indptr("build_kv_indices", kv_lens, kv_indptr)
 

@@ -88,13 +88,7 @@ def build_kv_indices_from_blocks(
 
 
 def _check_sizes(
-    block_table: Tensor,
-    kv_lens: Tensor,
-    page_size: int,
-    kv_indptr: Tensor,
-    out: Tensor,
-    kv_start: Any,
-    keep_last: Any,
+    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor, kv_start: Any, keep_last: Any
 ) -> None:
     # Not of the call's kind, which is checked once, but of each call.
     check_page_size("build_kv_indices_from_blocks", page_size)

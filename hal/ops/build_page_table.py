@@ -55,9 +55,7 @@ def build_page_table(
     return out.copy_(torch.where(valid & (slot >= 0), slot // page_size, -1))
 
 
-def _check_sizes(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor
-) -> None:
+def _check_sizes(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor) -> None:
     # Not of the call's kind, which is checked once, but of each call.
     check_page_size("build_page_table", page_size)
 

@@ -14,9 +14,7 @@ from hal.ops._spans import LONGEST, extents, spread
 from hal.ops.spec import INDEX, OpSpec, TensorArg, describe
 
 
-def compute_positions(
-    prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None
-) -> Tensor:
+def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
     """Packs ``prefix_i, prefix_i + 1, ..., seq_i - 1`` of every request, one after the other, into `out`.
 
     What is left of `out` becomes -1; nothing is written past it. A request counts only where
@@ -55,9 +53,7 @@ def compute_positions(
 
 def _check_sizes(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None) -> None:
     if indptr is not None and indptr.shape[0] != prefix_lens.shape[0] + 1:
-        raise ArgumentError(
-            "compute_positions", "indptr", f"[bs + 1] = [{prefix_lens.shape[0] + 1}]", describe(indptr)
-        )
+        raise ArgumentError("compute_positions", "indptr", f"[bs + 1] = [{prefix_lens.shape[0] + 1}]", describe(indptr))
 
 
 def _check_values(a: Mapping[str, Any]) -> None:

@@ -74,9 +74,7 @@ def decode_attention(
     if sliding_window >= 0:
         # No wider than the list, or the difference might wrap.
         start = torch.maximum(start, end - 1 - min(sliding_window, kv_indices.shape[0]))
-    found, sums = _attention.reference(
-        q, k_cache, v_cache, kv_indices, start, end, scale, logit_cap, k_scale, v_scale
-    )
+    found, sums = _attention.reference(q, k_cache, v_cache, kv_indices, start, end, scale, logit_cap, k_scale, v_scale)
     if lse is not None:
         lse.copy_(sums)
     return found.to(q.dtype) if out is None else out.copy_(found)
@@ -87,9 +85,7 @@ def _check_sizes(
     sliding_window: Any, logit_cap: Any, *_: Any,
 ) -> None:  # fmt: skip
     if kv_indptr.shape[0] != q.shape[0] + 1:
-        raise ArgumentError(
-            "decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr)
-        )
+        raise ArgumentError("decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr))
     _attention.check_numbers("decode_attention", scale, sliding_window, logit_cap)
 
 

@@ -78,11 +78,7 @@ def extend_attention(
     t = torch.arange(n, device=q.device, dtype=torch.int64)
     mine = (t.view(-1, 1) >= begin) & (t.view(-1, 1) < stop)
     if not mine.shape[1]:
-        return (
-            torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
-            if out is None
-            else out
-        )
+        return torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
     owned, owner = mine.any(dim=1), mine.to(torch.int8).argmax(dim=1)
     first, last = start[owner], end[owner]
     after = last - (stop[owner] - t) + 1
@@ -91,9 +87,7 @@ def extend_attention(
         first = torch.maximum(first, after - 1 - min(sliding_window, nnz))
     if causal:
         last = after
-    found, sums = _attention.reference(
-        q, k_cache, v_cache, kv_indices, first, last, scale, logit_cap, k_scale, v_scale
-    )
+    found, sums = _attention.reference(q, k_cache, v_cache, kv_indices, first, last, scale, logit_cap, k_scale, v_scale)
     found = found.to(q.dtype)
     if lse is not None:
         lse.copy_(torch.where(owned.view(-1, 1), sums, lse))
@@ -105,9 +99,7 @@ def _check_sizes(
     scale: Any, causal: Any, sliding_window: Any, logit_cap: Any, *_: Any,
 ) -> None:  # fmt: skip
     if qo_indptr.shape[0] < 1:
-        raise ArgumentError(
-            "extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr)
-        )
+        raise ArgumentError("extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr))
     _attention.check_numbers("extend_attention", scale, sliding_window, logit_cap)
 
 
@@ -131,9 +123,7 @@ SPEC = OpSpec(
         **{
             k: v
             for name, arg in _attention.value_args().items()
-            for k, v in (
-                [(name, arg), ("causal", ValueArg((True, False)))] if name == "scale" else [(name, arg)]
-            )
+            for k, v in ([(name, arg), ("causal", ValueArg((True, False)))] if name == "scale" else [(name, arg)])
         },
     },
     returns="out",

@@ -18,13 +18,7 @@ METHODS = ("auto", "kernel", "direct")
 
 
 def kv_transfer(
-    src: KVPool,
-    dst: KVPool,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    *,
-    layers: range | None = None,
-    method: str = "auto",
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *, layers: range | None = None, method: str = "auto"
 ) -> None:
     """Copies token rows from slots of one pool to slots of another, for all layers or a range of them.
 
@@ -119,9 +113,7 @@ def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
 
 
-def _check_sizes(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: Any, method: str
-) -> None:
+def _check_sizes(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: Any, method: str) -> None:
     if src_slots.shape[0] != dst_slots.shape[0]:
         raise _bad("dst_slots", f"{src_slots.shape[0]} slots, as many as src_slots", describe(dst_slots))
     if layers is None:

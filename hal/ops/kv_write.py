@@ -11,15 +11,7 @@ from hal._errors import ArgumentError
 from hal.ops._checks import check_cache, check_range
 from hal.ops._torch import in_range, slots_of, store_rows
 from hal.ops.rope_kv_write import scaled
-from hal.ops.spec import (
-    FLOATS,
-    FP8,
-    INDEX,
-    OpSpec,
-    ScaleArg,
-    TensorArg,
-    describe,
-)
+from hal.ops.spec import FLOATS, FP8, INDEX, OpSpec, ScaleArg, TensorArg, describe
 
 
 def kv_write(
@@ -89,10 +81,7 @@ SPEC = OpSpec(
         "k": TensorArg("n kv_heads head_dim", FLOATS, stride="inner"),
         "v": TensorArg("n kv_heads v_head_dim", "k", stride="inner"),
         "k_cache": TensorArg(
-            "slots kv_heads head_dim | pages page_size kv_heads head_dim",
-            FLOATS + FP8,
-            stride="inner",
-            mutated=True,
+            "slots kv_heads head_dim | pages page_size kv_heads head_dim", FLOATS + FP8, stride="inner", mutated=True
         ),
         "v_cache": TensorArg(
             "slots kv_heads v_head_dim | pages page_size kv_heads v_head_dim",

@@ -11,24 +11,11 @@ from torch import Tensor
 from hal._errors import ArgumentError
 from hal.ops._checks import check_cache, check_range
 from hal.ops.kv_write import SPEC as KV_WRITE
-from hal.ops.spec import (
-    FLOATS,
-    FP8,
-    INDEX,
-    OpSpec,
-    ScaleArg,
-    TensorArg,
-    describe,
-)
+from hal.ops.spec import FLOATS, FP8, INDEX, OpSpec, ScaleArg, TensorArg, describe
 
 
 def mla_kv_write(
-    kv_lora: Tensor,
-    k_rope: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    *,
-    kv_scale: float | Tensor | None = None,
+    kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, kv_scale: float | Tensor | None = None
 ) -> None:
     """``kv_cache[slots[i]] = kv_lora[i] ‖ k_rope[i]``: the one row that MLA keeps of a token, already rotated.
 
@@ -108,10 +95,7 @@ def check_slots(op: str, a: Mapping[str, Any]) -> None:
 
 
 CACHE = TensorArg(
-    "slots row_dim | pages page_size row_dim | pages page_size one row_dim",
-    FLOATS + FP8,
-    stride="inner",
-    mutated=True,
+    "slots row_dim | pages page_size row_dim | pages page_size one row_dim", FLOATS + FP8, stride="inner", mutated=True
 )
 
 

@@ -12,16 +12,7 @@ from hal._errors import ArgumentError
 from hal.ops._checks import check_range
 from hal.ops.mla_kv_write import CACHE, STATIC, as_kv_write, check_rows, check_slots
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.spec import (
-    FLOATS,
-    INDEX,
-    SHORT,
-    OpSpec,
-    ScaleArg,
-    TensorArg,
-    ValueArg,
-    describe,
-)
+from hal.ops.spec import FLOATS, INDEX, SHORT, OpSpec, ScaleArg, TensorArg, ValueArg, describe
 
 
 def mla_rope_kv_write(

@@ -12,17 +12,7 @@ from torch import Tensor
 from hal._errors import ArgumentError
 from hal.ops._checks import check_cache, check_range
 from hal.ops._torch import in_range, saturated, slots_of, store_rows
-from hal.ops.spec import (
-    FLOATS,
-    FP8,
-    INDEX,
-    SHORT,
-    OpSpec,
-    ScaleArg,
-    TensorArg,
-    ValueArg,
-    describe,
-)
+from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, OpSpec, ScaleArg, TensorArg, ValueArg, describe
 
 
 def rope_kv_write(
@@ -111,9 +101,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def scaled(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    return saturated(
-        x if scale is None else x / (scale.view(()) if isinstance(scale, Tensor) else scale), dtype
-    )
+    return saturated(x if scale is None else x / (scale.view(()) if isinstance(scale, Tensor) else scale), dtype)
 
 
 def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -135,9 +123,7 @@ def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     given = [n for n in ("k_cache", "v_cache", "slots") if a[n] is not None]
     if given and len(given) < 3:
         missing = next(n for n in ("k_cache", "v_cache", "slots") if a[n] is None)
-        raise bad(
-            missing, f"a tensor, since {given[0]} is given (k_cache, v_cache and slots: all or none)", "None"
-        )
+        raise bad(missing, f"a tensor, since {given[0]} is given (k_cache, v_cache and slots: all or none)", "None")
     if not given:
         if a["write_k"] is False:
             raise bad("write_k", "True where there are no caches (else the rotated k would be lost)", "False")
@@ -146,11 +132,7 @@ def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
     for x in ("k", "v"):
         check_cache(op, a, f"{x}_cache", x, f"{x}_scale")
     if given and a["k_cache"].shape[:-1] != a["v_cache"].shape[:-1]:
-        raise bad(
-            "v_cache",
-            f"k_cache's shape but for the last dim, {describe(a['k_cache'])}",
-            describe(a["v_cache"]),
-        )
+        raise bad("v_cache", f"k_cache's shape but for the last dim, {describe(a['k_cache'])}", describe(a["v_cache"]))
 
 
 def check_values(op: str, a: Mapping[str, Any]) -> None:

@@ -18,19 +18,7 @@ from torch import Tensor
 from hal._env import nearest
 from hal.ops import _checks, _key
 from hal.ops import _signature as _sig
-from hal.ops._arguments import (
-    FLOATS,
-    FP8,
-    INDEX,
-    SHORT,
-    Arg,
-    PoolArg,
-    ScaleArg,
-    TensorArg,
-    ValueArg,
-    describe,
-    dims_of,
-)
+from hal.ops._arguments import FLOATS, FP8, INDEX, SHORT, Arg, PoolArg, ScaleArg, TensorArg, ValueArg, describe, dims_of
 from hal.ops._key import KEY_NAMES as KEY_NAMES
 from hal.ops._key import shape_name as shape_name
 from hal.ops._signature import PoolSig, Signature, TensorSig
@@ -152,9 +140,7 @@ class OpSpec:
             raise TypeError(f"{self.name}: returns {self.returns!r}, which is no mutated argument")
         reserved = [n for n in self.args if n.startswith("_") or n == "backend"]
         if reserved:
-            raise TypeError(
-                f"{self.name}: parameter {reserved[0]}: hal's own names, as are all that start with _"
-            )
+            raise TypeError(f"{self.name}: parameter {reserved[0]}: hal's own names, as are all that start with _")
         given = {name: value for name in _PROVEN if (value := vars(self).pop(name)) is not _LATER}
         if self.proof is None:
             object.__setattr__(self, "proof", Proof(**given))

@@ -80,9 +80,7 @@ def _check_values(a: Mapping[str, Any]) -> None:
 SPEC = OpSpec(
     write_req_to_token,
     args={
-        "req_to_token": TensorArg(
-            "max_requests max_context_len", (torch.int32,), stride="inner", mutated=True
-        ),
+        "req_to_token": TensorArg("max_requests max_context_len", (torch.int32,), stride="inner", mutated=True),
         "req_pool_indices": TensorArg("bs", INDEX),
         "start_offsets": TensorArg("bs", INDEX),
         "end_offsets": TensorArg("bs", INDEX),

@@ -74,9 +74,7 @@ if _INTERPRET:
 @overload
 def jit(fn: Callable[..., Any]) -> Kernel: ...
 @overload
-def jit(
-    *, do_not_specialize: Sequence[str] = (), gluon: bool = False
-) -> Callable[[Callable[..., Any]], Kernel]: ...
+def jit(*, do_not_specialize: Sequence[str] = (), gluon: bool = False) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(
     fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = (), gluon: bool = False
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
@@ -95,9 +93,7 @@ def jit(
 class Kernel:
     """A Triton kernel and all its compiled forms. Made by `jit`; called as ``kernel(grid, *args, **static)``."""
 
-    def __init__(
-        self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False) -> None:
         jit = importlib.import_module("triton.experimental.gluon").jit if gluon else triton.jit
         self.jit = jit(fn, do_not_specialize=list(do_not_specialize))
         self.name = fn.__name__
@@ -113,9 +109,7 @@ class Kernel:
 
     def bind(self, **static: Any) -> Launch:
         """The launch of this kernel with these constexprs and compile options, made once and kept."""
-        key = tuple(
-            (k, v.__class__, repr(v) if v.__class__ is float else v) for k, v in sorted(static.items())
-        )
+        key = tuple((k, v.__class__, repr(v) if v.__class__ is float else v) for k, v in sorted(static.items()))
         launch = self._bound.get(key)
         if launch is None:
             launch = self._bound.setdefault(key, Launch(self, static))
@@ -206,9 +200,7 @@ class Launch:
         with torch.cuda.device(self._device(args)), self._lock:
             compiled = self.kernel.jit.run(*args, grid=grid, warmup=warmup, **self.static)
             if compiled is None:
-                raise HalError(
-                    f"hal: kernel {self.kernel.name}: a jit_cache_hook of Triton refused to compile it"
-                )
+                raise HalError(f"hal: kernel {self.kernel.name}: a jit_cache_hook of Triton refused to compile it")
             if self.native is not None:
                 form = _form(compiled.result() if hasattr(compiled, "result") else compiled, self.args)
                 if form is not None:
@@ -217,9 +209,7 @@ class Launch:
     def _device(self, args: Sequence[Any], kind: str = "cuda") -> int:
         """The device of the tensors; an error where an argument is not one that kernels take."""
         if len(args) != len(self.args):
-            raise TypeError(
-                f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given"
-            )
+            raise TypeError(f"hal: kernel {self.kernel.name}: {len(self.args)} arguments expected, {len(args)} given")
         device: int | None = None
         for p, a in zip(self.args, args, strict=True):
             if hasattr(a, "data_ptr"):
@@ -230,9 +220,7 @@ class Launch:
                     raise ArgumentError(self.kernel.name, p.name, want, f"one on {a.device}")
                 device = here
             elif a is not None and a.__class__ not in (bool, int, float):
-                raise TypeError(
-                    f"hal: parameter {p.name}: a tensor, int, float, bool or None; got {type(a).__name__}"
-                )
+                raise TypeError(f"hal: parameter {p.name}: a tensor, int, float, bool or None; got {type(a).__name__}")
         return torch.get_device_module(kind).current_device() if device is None else device
 
 
@@ -279,16 +267,7 @@ def keeps(cache: Any) -> Any:
     return cache
 
 
-_CODES = {
-    "constexpr": "-",
-    "i1": "b",
-    "u1": "b",
-    "i32": "i",
-    "i64": "l",
-    "u64": "l",
-    "fp32": "f",
-    "fp64": "d",
-}
+_CODES = {"constexpr": "-", "i1": "b", "u1": "b", "i32": "i", "i64": "l", "u64": "l", "fp32": "f", "fp64": "d"}
 
 
 def _form(compiled: Any, params: Sequence[_Param]) -> tuple[int, int, int, bool, str] | None:
@@ -301,9 +280,7 @@ def _form(compiled: Any, params: Sequence[_Param]) -> tuple[int, int, int, bool,
         if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or ctas != 1:
             return None
         signature = compiled.src.signature
-        codes = [
-            "p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params
-        ]
+        codes = ["p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params]
         if None in codes:
             return None
         return compiled.function, warps, shared, bool(run.launch_pdl), "".join(map(str, codes))
@@ -341,9 +318,7 @@ def _built() -> Any:
     from triton.backends.nvidia.driver import include_dirs
     from triton.runtime.build import compile_module_from_src
 
-    source, plans = (
-        Path(__file__).with_name(n).read_text(encoding="utf-8") for n in ("_launch.c", "_plans.c")
-    )
+    source, plans = (Path(__file__).with_name(n).read_text(encoding="utf-8") for n in ("_launch.c", "_plans.c"))
     # In one piece: what is compiled is kept by the text of it.
     source = source.replace('#include "_plans.c"', plans)
     return compile_module_from_src(src=source, name="hal_launch", include_dirs=include_dirs)

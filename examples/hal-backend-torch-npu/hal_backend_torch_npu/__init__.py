@@ -16,10 +16,7 @@ def hal_backend() -> Backend:
         name="torch-npu",
         api=1,
         lanes={"device": ("npu",)},
-        ops={
-            op: Impl(f"{here}:{op}", supports=f"{here}:supports_{op}", note="never run on an NPU")
-            for op in OPS
-        },
+        ops={op: Impl(f"{here}:{op}", supports=f"{here}:supports_{op}", note="never run on an NPU") for op in OPS},
         requires=("torch-npu>=2.6",),
         probe=f"{here}:probe",
         limits={"torch-npu": "torch_npu's attention takes these tensors and options alone"},

@@ -54,9 +54,7 @@ def decode_attention(
     keys = list_keys(kv_indptr, kv_indices, k_cache.shape[:-2].numel(), sliding_window)
     _check_lengths("decode_attention", keys.lengths, 1)
     if sum(keys.lengths):
-        found, sums = _attend(
-            q.unsqueeze(1), k_cache, v_cache, keys, scale=scale, causal=False, lse=lse is not None
-        )
+        found, sums = _attend(q.unsqueeze(1), k_cache, v_cache, keys, scale=scale, causal=False, lse=lse is not None)
         out.copy_(found.squeeze(1))
         if lse is not None and sums is not None:
             lse.copy_(sums.squeeze(1))
@@ -97,14 +95,10 @@ def extend_attention(
 
     for queries, members in alike.items():
         which = torch.tensor(members, dtype=torch.int64, device=q.device)
-        keys = Listing(
-            batch.keys.slots, batch.keys.begin[which], batch.keys.keys[which], [lengths[i] for i in members]
-        )
+        keys = Listing(batch.keys.slots, batch.keys.begin[which], batch.keys.keys[which], [lengths[i] for i in members])
         first = torch.tensor([batch.rows[i] for i in members], dtype=torch.int64, device=q.device)
         rows = first.view(-1, 1) + torch.arange(queries, dtype=torch.int64, device=q.device)
-        found, sums = _attend(
-            q[rows], k_cache, v_cache, keys, scale=scale, causal=causal, lse=lse is not None
-        )
+        found, sums = _attend(q[rows], k_cache, v_cache, keys, scale=scale, causal=causal, lse=lse is not None)
         out[rows] = found
         if lse is not None and sums is not None:
             lse[rows] = sums

@@ -128,6 +128,4 @@ install()
 @hookimpl
 def hal_backend() -> Backend:
     """The plugin's own manifest, for CPU tensors."""
-    return replace(
-        hal_backend_torch_npu.hal_backend(), name=NAME, lanes={"device": ("cpu",)}, requires=(), probe=None
-    )
+    return replace(hal_backend_torch_npu.hal_backend(), name=NAME, lanes={"device": ("cpu",)}, requires=(), probe=None)

@@ -77,12 +77,7 @@ def test_ragged(spec: Any) -> None:
         "lse": [True, False],
     }
     if spec is EXTEND:
-        choices |= {
-            "longest": [1, 4, 15],
-            "prefix": [-4, 0, 20],
-            "spare": [0, 2],
-            "causal": [True, True, False],
-        }
+        choices |= {"longest": [1, 4, 15], "prefix": [-4, 0, 20], "spare": [0, 2], "causal": [True, True, False]}
         choices["sliding_window"] = [-1]
     for seed in range(60):
         pick = Random(seed)
@@ -103,9 +98,7 @@ def test_the_plugin_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     hal.decode_attention(*(arguments[n] for n in named), scale=0.125, backend=stand_in.NAME)
     assert stand_in.calls == ["3 x 1 paged"]
     with pytest.raises(hal.NoBackendError, match="torch-npu: it caps no logits"):
-        hal.decode_attention(
-            *(arguments[n] for n in named), scale=0.125, logit_cap=5.0, backend=stand_in.NAME
-        )
+        hal.decode_attention(*(arguments[n] for n in named), scale=0.125, logit_cap=5.0, backend=stand_in.NAME)
 
 
 def make_pages(lengths: list[int], page: int, pages: int, queries: int) -> Arguments:
@@ -171,11 +164,7 @@ def test_requests_of_as_many_queries_make_one_call() -> None:
     ("name", "to", "message"),
     [
         ("MAX_REQUESTS", 3, "q: expected at most 3 requests of 1 queries, by torch_npu; got 4"),
-        (
-            "MAX_KEYS",
-            {True: 1, False: 1},
-            "kv_indptr: expected at most 1 keys of 1 queries, by torch_npu; got 2",
-        ),
+        ("MAX_KEYS", {True: 1, False: 1}, "kv_indptr: expected at most 1 keys of 1 queries, by torch_npu; got 2"),
     ],
 )
 def test_more_than_torch_npu_takes(

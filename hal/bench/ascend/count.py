@@ -79,11 +79,7 @@ def counting() -> Iterator[list[Counted]]:
     seen: list[Counted] = []
 
     def instead(
-        jit_fn: Any,
-        grid: Sequence[int],
-        args: Sequence[Any],
-        constexprs: Mapping[str, Any],
-        options: Any = None,
+        jit_fn: Any, grid: Sequence[int], args: Sequence[Any], constexprs: Mapping[str, Any], options: Any = None
     ) -> None:
         form, taken = find(jit_fn, args, constexprs, options)
         seen.append(count(form, grid, [args[i] for i in taken]))

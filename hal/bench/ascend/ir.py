@@ -8,19 +8,7 @@ from dataclasses import dataclass, field
 from hal._errors import HalError
 
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8, "index": 8}
-UNITS = (
-    "scalar",
-    "division",
-    "hit",
-    "miss",
-    "vector",
-    "repeat",
-    "slow",
-    "cube",
-    "cube32",
-    "exchange",
-    "exchanged",
-)
+UNITS = ("scalar", "division", "hit", "miss", "vector", "repeat", "slow", "cube", "cube32", "exchange", "exchanged")
 """Counters of a program: scalar instructions, those that divide, scalar reads of memory from the line read last and
 others; vector instructions, their 256-byte repeats, those repeats that take longer; 16x16x16 products of 2-byte
 numbers, 16x8x16 products of fp32; hand-overs between cube and vector core, and their bytes."""
@@ -69,9 +57,7 @@ class Emitter:
         self.name = name
         self.out: list[str] = []
         self.memory: dict[str, Memory] = {}
-        self.tensor: dict[
-            str, tuple[str, int]
-        ] = {}  # value -> (how it was made, the loop that it was made in)
+        self.tensor: dict[str, tuple[str, int]] = {}  # value -> (how it was made, the loop that it was made in)
         self.source: dict[str, str] = {}  # of a tensor that is another's view
         self.unknown: set[str] = set()
         self.stack: list[tuple[str, list[str], list[str]]] = []  # kind, results, carried

@@ -29,10 +29,7 @@ class Machine:
         return self.flops / (self.cube_cores * 8192)
 
 
-MACHINES = (
-    Machine("910B3", 20, 40, 1.6e12, 313e12),
-    Machine("A3-die", 24, 48, 1.6e12, 376e12),
-)
+MACHINES = (Machine("910B3", 20, 40, 1.6e12, 313e12), Machine("A3-die", 24, 48, 1.6e12, 376e12))
 """Cores: of the target that AscendNPU IR 1.2.0 writes into a module for Ascend910B3 and Ascend910_9391. 910B3: 64 GB of
 HBM at 1.6 TB/s and 313 TFLOPS, as sold in the Atlas 800T A2. A3 (910C): two dies of 376 TFLOPS and 1.6 TB/s,
 "Serving Large Language Models on Huawei CloudMatrix384" (arXiv:2506.12708)."""

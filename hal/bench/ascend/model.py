@@ -33,10 +33,7 @@ def cycles(work: Work, mixed: bool) -> dict[str, float]:
 
     waits = work.copied("copies", "in") * m.LATENCY
     return {
-        "scalar": u["scalar"]
-        + u["division"] * m.DIVISION_CYCLES
-        + u["hit"] * m.HIT_CYCLES
-        + u["miss"] * m.LATENCY,
+        "scalar": u["scalar"] + u["division"] * m.DIVISION_CYCLES + u["hit"] * m.HIT_CYCLES + u["miss"] * m.LATENCY,
         "vector": u["vector"] * m.VECTOR_CYCLES + u["repeat"] + u["slow"] * m.SLOW,
         "cube": u["cube"] + u["cube32"] * 2,
         "hand over": u["exchange"] * m.HAND_OVER + u["exchanged"] / m.CORE_BYTES,
@@ -49,9 +46,7 @@ def cycles(work: Work, mixed: bool) -> dict[str, float]:
 def busy(work: Work, mixed: bool) -> tuple[float, str]:
     """Cycles from a program's start to its end, and the part that takes the most of them."""
     t = cycles(work, mixed)
-    together = (
-        ("scalar", "copies in", "copies out") if mixed else ("scalar", "vector", "copies in", "copies out")
-    )
+    together = ("scalar", "copies in", "copies out") if mixed else ("scalar", "vector", "copies in", "copies out")
     longest = max(together, key=lambda k: t[k])
     serial = {k: v for k, v in t.items() if k not in together}
     parts = {**serial, longest: t[longest]}
@@ -137,10 +132,7 @@ def show(found: Sequence[Row], as_json: bool, out: TextIO) -> None:
         data = {"estimate": True, "assumptions": ASSUMPTIONS, "machines": machines, "rows": list(found)}
         print(json.dumps(data, indent=1), file=out)
         return
-    print(
-        "ESTIMATE, from the lowered code of each kernel: nothing here was measured, no NPU was at hand.",
-        file=out,
-    )
+    print("ESTIMATE, from the lowered code of each kernel: nothing here was measured, no NPU was at hand.", file=out)
     for machine in MACHINES:
         print(
             f"  {machine.name}: {machine.cube_cores} cube and {machine.vector_cores} vector cores at "
@@ -149,10 +141,7 @@ def show(found: Sequence[Row], as_json: bool, out: TextIO) -> None:
         )
     for assumption in ASSUMPTIONS:
         print(f"  assumed: {assumption}", file=out)
-    print(
-        "  floor: the bytes that must move at the full bandwidth, or the arithmetic at the full rate",
-        file=out,
-    )
+    print("  floor: the bytes that must move at the full bandwidth, or the arithmetic at the full rate", file=out)
     body = [COLUMNS, *(tuple(str(row[c]) for c in COLUMNS) for row in found)]
     width = [max(len(line[i]) for line in body) for i in range(len(COLUMNS))]
     for line in body:

@@ -56,13 +56,10 @@ class _Translation(Emitter):
                 self.memory[value] = Memory(BYTES[item], f"p[{pointers}]", sizes=["1"], strides=["1"])
                 pointers += 1
             else:
-                out.append(
-                    f"{'double' if type_[0] == 'f' else 'int64_t'} {c_name(value)} = n[{numbers}].{type_[0]};"
-                )
+                out.append(f"{'double' if type_[0] == 'f' else 'int64_t'} {c_name(value)} = n[{numbers}].{type_[0]};")
                 numbers += 1
         out += [
-            f"int64_t {c_name(v)} = {e};"
-            for (v, _, _), e in zip(last, ("gx", "gy", "gz", "x", "y", "z"), strict=True)
+            f"int64_t {c_name(v)} = {e};" for (v, _, _), e in zip(last, ("gx", "gy", "gz", "x", "y", "z"), strict=True)
         ]
         return " ".join(out)
 
@@ -73,13 +70,9 @@ class _Translation(Emitter):
             return at + 1
         m = OP.match(line)
         if m is None:
-            raise HalError(
-                f"hal: bench: kernel {self.name}: a line of its IR is not understood: {line[:120]}"
-            )
+            raise HalError(f"hal: bench: kernel {self.name}: a line of its IR is not understood: {line[:120]}")
         result, count, op, rest = m[1], int(m[2] or 1), m[3], m[4]
-        results = (
-            [result] if count == 1 and result else [f"{result}#{i}" for i in range(count)] if result else []
-        )
+        results = [result] if count == 1 and result else [f"{result}#{i}" for i in range(count)] if result else []
         if op.startswith("scf."):
             self._control(op, rest, results, line)
         elif op in ("linalg.reduce", "linalg.generic"):
@@ -118,12 +111,7 @@ class _Translation(Emitter):
 
     def _on_tensor(self, op: str, used: list[str], result: str, shapes: list[tuple[str, str]]) -> None:
         made = "vector"
-        if op in (
-            "bufferization.to_tensor",
-            "tensor.expand_shape",
-            "tensor.collapse_shape",
-            "linalg.transpose",
-        ):
+        if op in ("bufferization.to_tensor", "tensor.expand_shape", "tensor.collapse_shape", "linalg.transpose"):
             self.source[result] = used[0]
             made = "copy" if op == "bufferization.to_tensor" else self._made(used[0])[0]
             if op == "tensor.collapse_shape" and shapes[0][0].count("x") > 2:
@@ -179,9 +167,7 @@ class _Translation(Emitter):
             if target[0] == "f" and value.startswith("0x"):
                 value = "0"
             self._define(
-                result,
-                "(-9223372036854775807ll - 1)" if value == "-9223372036854775808" else f"{value}",
-                target,
+                result, "(-9223372036854775807ll - 1)" if value == "-9223372036854775808" else f"{value}", target
             )
             return
         if any(v in self.unknown for v in used):
@@ -193,11 +179,7 @@ class _Translation(Emitter):
             sign = rest.split(",")[0].split()[0]
             if sign in UNSIGNED:
                 a = [f"(uint64_t){v}" for v in a]
-            signs = (
-                COMPARE
-                | UNSIGNED
-                | {"ogt": ">", "olt": "<", "oge": ">=", "ole": "<=", "oeq": "==", "une": "!="}
-            )
+            signs = COMPARE | UNSIGNED | {"ogt": ">", "olt": "<", "oge": ">=", "ole": "<=", "oeq": "==", "une": "!="}
             self._define(result, f"{a[0]} {signs[sign]} {a[1]}", "i1")
         elif short == "select":
             self._define(result, f"{a[0]} ? {a[1]} : {a[2]}", target)
@@ -221,9 +203,7 @@ class _Translation(Emitter):
         if op == "memref.cast":
             self.memory[result] = base
             return
-        lists = [
-            [c_name(v.strip()) for v in g.split(",") if v.strip()] for g in re.findall(r"\[([^\]]*)\]", rest)
-        ]
+        lists = [[c_name(v.strip()) for v in g.split(",") if v.strip()] for g in re.findall(r"\[([^\]]*)\]", rest)]
         if op == "memref.reinterpret_cast":
             (offset,), sizes, strides = lists[0], lists[1], lists[2]
             self.memory[result] = Memory(base.item, base.argument, offset, sizes, strides)
@@ -238,14 +218,10 @@ class _Translation(Emitter):
         source = self.memory[used[0]]
         kind = re.findall(r"memref<(?:[\d?]+x)*(\w+)", line)[-1]
         if source.argument is None:
-            raise HalError(
-                f"hal: bench: kernel {self.name}: a scalar read from its own buffer is not counted"
-            )
+            raise HalError(f"hal: bench: kernel {self.name}: a scalar read from its own buffer is not counted")
         terms = [f"{c_name(i)} * {s}" for i, s in zip(used[1:], source.strides, strict=False)]
         at = f"{source.argument} + ({' + '.join([source.offset, *terms])}) * {source.item}"
-        c_type = {"i64": "int64_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t", "f32": "float"}.get(
-            kind
-        )
+        c_type = {"i64": "int64_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t", "f32": "float"}.get(kind)
         if c_type is None:
             self.unknown.add(result)
             self.out.append(f"touch(c, &line[{self.sites}], {at});")
@@ -331,9 +307,7 @@ class _Translation(Emitter):
             for v in (first, last, step):
                 self._refuse(v)
             i = c_name(arg)
-            self.out.append(
-                f"for (int64_t {i} = {c_name(first)}; {i} < {c_name(last)}; {i} += {c_name(step)}) {{"
-            )
+            self.out.append(f"for (int64_t {i} = {c_name(first)}; {i} < {c_name(last)}; {i} += {c_name(step)}) {{")
             self._add("scalar", "2")
         else:
             self.out.append("for (;;) {")
@@ -384,9 +358,7 @@ class _Translation(Emitter):
             self.out.append("} }" if kind == "while" else "}")
             if kind == "for":
                 self.out += [
-                    f"{c_name(r)} = {c_name(a)};"
-                    for r, a in zip(results, carried, strict=True)
-                    if r not in self.tensor
+                    f"{c_name(r)} = {c_name(a)};" for r, a in zip(results, carried, strict=True) if r not in self.tensor
                 ]
             if kind != "if":
                 self.out.append("}")

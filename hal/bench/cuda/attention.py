@@ -29,14 +29,7 @@ HEADS = (32, 8, 128)
 """Llama-3-8B: query heads, key/value heads, head_dim."""
 LEAST_PAGES = 8192
 """Of a pool."""
-DECODE = (
-    (1, 4096, 1.42),
-    (1, 32768, 1.15),
-    (16, 4096, 1.11),
-    (64, 4096, 1.08),
-    (128, 2048, 1.12),
-    (256, 1024, 1.20),
-)
+DECODE = ((1, 4096, 1.42), (1, 32768, 1.15), (16, 4096, 1.11), (64, 4096, 1.08), (128, 2048, 1.12), (256, 1024, 1.20))
 """(bs, keys each, what of contiguous SDPA's time FA3 takes there: ours must take no more)."""
 EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 """(bs, new tokens each, prefix each)."""
@@ -74,16 +67,11 @@ class Inputs:
         self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
         self.q = torch.randn(bs * new, hq, d, device=inputs.DEVICE, dtype=dtype)
         self.k_cache, self.v_cache = (
-            torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype).to(cache or dtype)
-            for x in (d, dv)
+            torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype).to(cache or dtype) for x in (d, dv)
         )
         self.fp8 = self.k_cache.dtype in FP8
-        self.table = (
-            torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: bs * pages].view(bs, pages).int()
-        )
-        slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(
-            PAGE, device=inputs.DEVICE, dtype=torch.int32
-        )
+        self.table = torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: bs * pages].view(bs, pages).int()
+        slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device=inputs.DEVICE, dtype=torch.int32)
         self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
         step = torch.arange(bs + 1, device=inputs.DEVICE, dtype=torch.int32)
         self.kv_indptr, self.qo_indptr = step * keys, step * new
@@ -147,16 +135,7 @@ class Inputs:
             else:
                 wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend)
                 wrapper.plan(
-                    self.qo_indptr.cpu(),
-                    indptr,
-                    self.table.view(-1),
-                    last,
-                    hq,
-                    hk,
-                    d,
-                    PAGE,
-                    causal=True,
-                    **same,
+                    self.qo_indptr.cpu(), indptr, self.table.view(-1), last, hq, hk, d, PAGE, causal=True, **same
                 )
 
             def call(wrapper: Any = wrapper) -> Tensor:
@@ -191,14 +170,9 @@ class Inputs:
         hq, hk, d, _ = self.heads
         for i in {0, self.bs - 1}:
             mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
-            k, v = (
-                _rows(c, mine).double().repeat_interleave(hq // hk, 1) for c in (self.k_cache, self.v_cache)
-            )
+            k, v = (_rows(c, mine).double().repeat_interleave(hq // hk, 1) for c in (self.k_cache, self.v_cache))
             rows = torch.arange(
-                (i + 1) * self.new - min(self.new, 8),
-                (i + 1) * self.new,
-                device=inputs.DEVICE,
-                dtype=torch.int64,
+                (i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device=inputs.DEVICE, dtype=torch.int64
             )
             q = self.q[rows].double()
             logits = torch.einsum("nhd,jhd->nhj", q, k) * self.scale
@@ -210,9 +184,7 @@ class Inputs:
             weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
             slack, _ = judge.attention_slack(self.q.dtype, d, size, many, weight)
             truth = torch.einsum("nhj,jhd->nhd", p, v)
-            want = judge.Want(
-                _host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),)
-            )
+            want = judge.Want(_host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),))
             got = out[rows].cpu()
             if not judge.right_any(got, want).all():
                 raise AssertionError(f"request {i}: outside the bound")
@@ -223,9 +195,7 @@ class Inputs:
 def _rows(cache: Tensor, slots: Tensor) -> Tensor:
     """A cache's rows, also of fp8, which torch can't index."""
     rows = cache.view(-1, *cache.shape[2:])
-    return (
-        rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]
-    )
+    return rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]
 
 
 def _attention_row(
@@ -274,9 +244,7 @@ def _in_turn(fns: list[Callable[[], Tensor]]) -> Callable[[int], Tensor]:
 
 def decode_attention(quick: bool = False) -> list[Row]:
     """Rows: batch; `target` is the ratio to SDPA that FA3 has. Then `BEYOND`."""
-    cases: list[tuple[Any, ...]] = [
-        (HEADS, torch.bfloat16, *case) for case in (DECODE[::5] if quick else DECODE)
-    ]
+    cases: list[tuple[Any, ...]] = [(HEADS, torch.bfloat16, *case) for case in (DECODE[::5] if quick else DECODE)]
     cases += [] if quick else [(*case, None) for case in BEYOND]
     return table_of(
         partial(
@@ -290,14 +258,7 @@ def decode_attention(quick: bool = False) -> list[Row]:
 def extend_attention(quick: bool = False) -> list[Row]:
     """Rows: batch."""
     return table_of(
-        partial(
-            _attention_row,
-            op="extend_attention",
-            bs=bs,
-            new=new,
-            keys=new + prefix,
-            rounds=3 if quick else 15,
-        )
+        partial(_attention_row, op="extend_attention", bs=bs, new=new, keys=new + prefix, rounds=3 if quick else 15)
         for bs, new, prefix in (EXTEND[-1:] if quick else EXTEND)
     )
 

@@ -114,9 +114,7 @@ def decode_by_blocks(
 
     Caches are ``[pages, page_size, heads, D]``, lie alike, and D is a power of 2.
     """
-    usual = partial(
-        launcher("cuda", "decode_attention"), q, k_cache, v_cache, kv_indptr, slots, out, scale=scale
-    )
+    usual = partial(launcher("cuda", "decode_attention"), q, k_cache, v_cache, kv_indptr, slots, out, scale=scale)
     run, merge = record_launches(usual)
     names = {p.name for p in decode_by_blocks_kernel.params if p.constexpr} | {"num_warps", "launch_pdl"}
     static = {n: value for n, value in run.static.items() if n in names}
@@ -160,9 +158,7 @@ class Layers:
 
     def list_slots(self, i: int) -> Tensor:
         _, _, _, indptr, slots, table, _ = self.layers[i]
-        found: Tensor = launcher("cuda", "build_kv_indices_from_blocks")(
-            table, self.lens, PAGE, indptr, slots
-        )
+        found: Tensor = launcher("cuda", "build_kv_indices_from_blocks")(table, self.lens, PAGE, indptr, slots)
         return found
 
     def by_slots(self, i: int) -> Tensor:

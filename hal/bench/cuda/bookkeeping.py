@@ -74,9 +74,7 @@ def _assign_extend_cache_locs(op: str, kind: str, bs: int) -> Row:
 
         def sglang(table: Tensor, requests: Tensor, start: Tensor, end: Tensor, out: Tensor) -> None:
             bs = requests.numel()
-            theirs.assign_extend_cache_locs[(bs,)](
-                requests, table, start, end, out, table.shape[1], _power_of_2(bs)
-            )
+            theirs.assign_extend_cache_locs[(bs,)](requests, table, start, end, out, table.shape[1], _power_of_2(bs))
 
         builds["sglang"] = positional(sglang)
     return op_row({"op": op, "kind": kind, "bs": bs}, sets, builds)
@@ -86,8 +84,7 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
     """Rows: how the lengths are, bs."""
     cases = [(kind, bs) for kind in KINDS for bs in _sizes(quick) if kind != "one long row" or bs <= 32]
     return table_of(
-        partial(_assign_extend_cache_locs, op="assign_extend_cache_locs", kind=kind, bs=bs)
-        for kind, bs in cases
+        partial(_assign_extend_cache_locs, op="assign_extend_cache_locs", kind=kind, bs=bs) for kind, bs in cases
     )
 
 
@@ -127,13 +124,7 @@ def _batch(op: str, bs: int, table: Tensor) -> Args:
         }  # fmt: skip
     if op == "build_page_table":
         out = torch.zeros(bs, 1024 // PAGE, dtype=torch.int32, device=inputs.DEVICE)
-        return {
-            "req_to_token": table,
-            "req_pool_indices": requests,
-            "kv_lens": keys,
-            "page_size": PAGE,
-            "out": out,
-        }
+        return {"req_to_token": table, "req_pool_indices": requests, "kv_lens": keys, "page_size": PAGE, "out": out}
     if op == "build_kv_indices":
         indptr = torch.zeros(bs + 1, dtype=torch.int32, device=inputs.DEVICE)
         indptr[1:] = keys.cumsum(0)

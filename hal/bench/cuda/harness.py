@@ -257,9 +257,7 @@ def expect(op: str, a: Args, outputs: Sequence[str] = ()) -> tuple[dict[str, Ten
     restore(a, before)
     same = [name for name in before if torch.equal(_bytes(want[name]), _bytes(before[name]))]
     if same:
-        raise AssertionError(
-            f"{op}: these inputs change nothing in {', '.join(same)}: nothing would be checked"
-        )
+        raise AssertionError(f"{op}: these inputs change nothing in {', '.join(same)}: nothing would be checked")
     return before, want
 
 
@@ -272,9 +270,7 @@ def compare(name: str, op: str, a: Args, call: Callable[[], Any], want: Mapping[
     got = {"return": returned} if "return" in want else read(op, a, [n for n in want if n in a])
     got |= returned if isinstance(returned, dict) else {}
     for part, right in want.items():
-        if (
-            op in ("kv_move", "kv_write", "mla_kv_write") and right.dtype not in FP8
-        ) or not right.is_floating_point():
+        if (op in ("kv_move", "kv_write", "mla_kv_write") and right.dtype not in FP8) or not right.is_floating_point():
             if not torch.equal(got[part], right):
                 raise AssertionError(f"{op}: {name}: wrong rows in {part}")
             continue

@@ -148,11 +148,7 @@ def hicache(quick: bool = False) -> list[Row]:
                 device = KVPool(*gpu, page_size=page)
                 host = KVPool(made.k, made.v, layout=layout, page_size=page)
                 for way in ("backup", "load"):
-                    for n, scattered in (
-                        (MANY, False),
-                        (FEW, False),
-                        *([(MANY, True)] if page == 16 else []),
-                    ):
+                    for n, scattered in ((MANY, False), (FEW, False), *([(MANY, True)] if page == 16 else [])):
                         rows.append(_row(kind, way, device, host, n, scattered))
             del made, device, host
             timing.free_memory()

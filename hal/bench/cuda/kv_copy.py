@@ -23,10 +23,7 @@ LAYERS = 32
 # --- kv_transfer ------------------------------------------------------------------------------------
 
 
-PAIRS = (
-    ("page_first", (1, 16, 64, 128), ("mha", "mla")),
-    ("page_first_direct", (64,), ("mha",)),
-)
+PAIRS = (("page_first", (1, 16, 64, 128), ("mha", "mla")), ("page_first_direct", (64,), ("mha",)))
 """Layout of the host's pool, page sizes, kinds of rows."""
 
 
@@ -62,14 +59,7 @@ def _kv_transfer(op: str, layout: str, kind: str, page: int) -> list[Row]:
                     half.normal_()
             to, source = (pinned, flat) if direction == "d2h" else (flat, pinned)
             calls["memcpy"] = partial(to.copy_, source, non_blocking=True)
-            about = {
-                "op": op,
-                "kind": kind,
-                "layout": layout,
-                "direction": direction,
-                "page": page,
-                "tokens": n,
-            }
+            about = {"op": op, "kind": kind, "layout": layout, "direction": direction, "page": page, "tokens": n}
             gbs = timing.wall_gbs(calls, nbytes, 5 if nbytes > (64 << 20) else 25)
             rows.append({**about, "bytes": nbytes, "gbs": gbs})
     return rows
@@ -98,9 +88,7 @@ def _pinned(nbytes: int) -> Tensor:
     return _pinned_memory[nbytes]
 
 
-def _sglang_transfer(
-    device: Any, host: Any, gs: Tensor, gd: Tensor, direction: str
-) -> dict[str, Callable[[], Any]]:
+def _sglang_transfer(device: Any, host: Any, gs: Tensor, gd: Tensor, direction: str) -> dict[str, Callable[[], Any]]:
     module = peers.sglang("ops.kvcache.hicache")
     if module is None:
         return {}
@@ -157,9 +145,7 @@ def _sglang_move(a: Args) -> Callable[[], None]:
     row = layers[0][0].nbytes
     strides = torch.full((len(layers),), row, dtype=torch.int64, device=inputs.DEVICE)
     config = {"bytes_per_tile": 128, "byte_tiles": -(-row // 128), "num_warps": 4}
-    parts = [
-        (a["dst_slots"][i : i + 256], a["src_slots"][i : i + 256], min(256, n - i)) for i in range(0, n, 256)
-    ]
+    parts = [(a["dst_slots"][i : i + 256], a["src_slots"][i : i + 256], min(256, n - i)) for i in range(0, n, 256)]
 
     def call() -> None:
         for dst, src, count in parts:
@@ -180,24 +166,18 @@ def _kv_move(op: str, rows: int, slots: str) -> Row:
         found = inputs.slots(2 * rows, size)
         src = found[:rows]
         dst = found[rows:] if slots == "apart" else src.roll(-1)
-        sets.append(
-            {"pool": pool, "src_slots": src.contiguous(), "dst_slots": dst.contiguous(), "workspace": whole}
-        )
+        sets.append({"pool": pool, "src_slots": src.contiguous(), "dst_slots": dst.contiguous(), "workspace": whole})
     torch._dynamo.reset()
     builds: dict[str, Build] = {
         OURS: ours(op),
-        "hal, workspace for one layer": lambda a: partial(
-            launcher("cuda", op), **{**a, "workspace": whole[:unit]}
-        ),
+        "hal, workspace for one layer": lambda a: partial(launcher("cuda", op), **{**a, "workspace": whole[:unit]}),
         "eager by layer": _by_layer,
         "eager, all layers": _of_halves(_all_layers),
         "torch.compile": _of_halves(torch.compile(_all_layers, dynamic=False)),
     }
     if "sglang" in peers.available():
         builds["sglang"] = _sglang_move
-    return write_row(
-        {"op": op, "rows": rows, "slots": slots}, sets, 2 * 2 * LAYERS * unit, builds, heavy=True
-    )
+    return write_row({"op": op, "rows": rows, "slots": slots}, sets, 2 * 2 * LAYERS * unit, builds, heavy=True)
 
 
 def kv_move(quick: bool = False) -> list[Row]:

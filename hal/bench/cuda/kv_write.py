@@ -23,9 +23,7 @@ MLA = (16, 512, 64)
 """Query heads (DeepSeek-V3's 128 over 8 GPUs), latent dim, rope dim."""
 
 
-def write_row(
-    about: Row, sets: list[Args], nbytes: int, builds: dict[str, Build], heavy: bool = False
-) -> Row:
+def write_row(about: Row, sets: list[Args], nbytes: int, builds: dict[str, Build], heavy: bool = False) -> Row:
     """`op_row` with calls a graph, and host calls, by how much a call moves."""
     return op_row(
         about,

@@ -41,9 +41,7 @@ def launcher(quick: bool = False) -> list[Row]:
         calls: dict[str, Callable[[int], Any]] = {
             "triton": lambda i, k=kernel, a=args: k.jit[(1,)](*a, BLOCK=128, num_warps=4),
             OURS: lambda i, b=bound, a=args: b.start((1, 1, 1), *a),
-            "triton's C launcher": lambda i, c=compiled.run.launch, h=head, p=pointers: c(
-                1, 1, 1, *h, *p, None
-            ),
+            "triton's C launcher": lambda i, c=compiled.run.launch, h=head, p=pointers: c(1, 1, 1, *h, *p, None),
         }
         for call in calls.values():
             call(0)
@@ -63,9 +61,7 @@ def programmatic_launch(quick: bool = False) -> list[Row]:
         ("compute_positions", "bs 32, 4 each"): lambda: (index, index + 4, packed),
     }
     for n in TOKENS:
-        cases["rope_kv_write", f"llama3-8b, {n} tokens"] = lambda n=n: (
-            *rope_sets(n, "llama3-8b")[0].values(),
-        )
+        cases["rope_kv_write", f"llama3-8b, {n} tokens"] = lambda n=n: (*rope_sets(n, "llama3-8b")[0].values(),)
     rows = []
     for (op, case), make in cases.items():
         call = partial(launcher_of("cuda", op), *make())

@@ -68,9 +68,7 @@ class Inputs:
 
     def ours(self) -> Callable[[int], Tensor]:
         run, values = launcher("cuda", "decode_attention"), self.rows[..., :512]
-        return lambda i: run(
-            self.q, self.rows, values, self.indptr, self.slots[i], self.out, scale=self.scale
-        )
+        return lambda i: run(self.q, self.rows, values, self.indptr, self.slots[i], self.out, scale=self.scale)
 
     def flashinfer(self) -> dict[str, Callable[[int], Tensor]]:
         flashinfer = peers.flashinfer()
@@ -135,15 +133,7 @@ def mla_decode_attention(quick: bool = False) -> list[Row]:
     if not quick:
         check_forms()
     return table_of(
-        partial(
-            _mla_row,
-            op="decode_attention",
-            rows="mla",
-            heads=heads,
-            bs=bs,
-            keys=keys,
-            rounds=3 if quick else 25,
-        )
+        partial(_mla_row, op="decode_attention", rows="mla", heads=heads, bs=bs, keys=keys, rounds=3 if quick else 25)
         for heads, bs, keys in (POINTS[:1] if quick else POINTS)
     )
 

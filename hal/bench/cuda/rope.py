@@ -71,9 +71,7 @@ def _sglang_rope_module(dim: int) -> Any:
 def sglang_rope_store(a: Args) -> Callable[[], Any]:
     run = _sglang_rope_module(a["q"].shape[2]).run_rope_store
     k_cache, v_cache = (a[x].view(a[x].shape[0], -1) for x in ("k_cache", "v_cache"))
-    return partial(
-        run, a["q"], a["k"], a["v"], k_cache, v_cache, a["cos_sin_cache"], a["positions"], a["slots"]
-    )
+    return partial(run, a["q"], a["k"], a["v"], k_cache, v_cache, a["cos_sin_cache"], a["positions"], a["slots"])
 
 
 def _rope_kv_write(op: str, model: str, tokens: int, cache: str) -> Row:
@@ -97,8 +95,7 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
         for n in (counts[:1] if quick else counts)
     ]
     return table_of(
-        partial(_rope_kv_write, op="rope_kv_write", model=model, tokens=n, cache=cache)
-        for model, n, cache in cases
+        partial(_rope_kv_write, op="rope_kv_write", model=model, tokens=n, cache=cache) for model, n, cache in cases
     )
 
 
@@ -143,17 +140,7 @@ def _sglang_norm_rope_store(a: Args) -> Callable[[], Any]:
     k_cache, v_cache = (a[x].view(a[x].shape[0], -1) for x in ("k_cache", "v_cache"))
 
     def call() -> None:
-        fn(
-            a["qkv"],
-            a["positions"],
-            a["q_weight"],
-            a["k_weight"],
-            a["cos_sin_cache"],
-            q_heads,
-            heads,
-            dim,
-            _EPS,
-        )
+        fn(a["qkv"], a["positions"], a["q_weight"], a["k_weight"], a["cos_sin_cache"], q_heads, heads, dim, _EPS)
         store(k, v, k_cache, v_cache, a["slots"], reserved_skip_index=-1)
 
     return call
@@ -188,9 +175,7 @@ def _qk_norm_rope_kv_write(op: str, tokens: int) -> Row:
 
 def qk_norm_rope_kv_write(quick: bool = False) -> list[Row]:
     """Rows: tokens. q, k and v are views of one fused projection."""
-    return table_of(
-        partial(_qk_norm_rope_kv_write, op="qk_norm_rope_kv_write", tokens=t) for t in sizes(quick)
-    )
+    return table_of(partial(_qk_norm_rope_kv_write, op="qk_norm_rope_kv_write", tokens=t) for t in sizes(quick))
 
 
 # --- mla_rope_kv_write ------------------------------------------------------------------------------

@@ -113,10 +113,7 @@ def subjects(run: Run, base: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str
     """
     made = sized(run, base, SIZE)
     there = [n for n in index_arguments(run.spec) if isinstance(made[n], Tensor)]
-    ragged = (
-        len({t.shape for t in made.values() if isinstance(t, Tensor) and t.ndim == 1 and t.dtype in INDEX})
-        > 1
-    )
+    ragged = len({t.shape for t in made.values() if isinstance(t, Tensor) and t.ndim == 1 and t.dtype in INDEX}) > 1
     for dtype in VALUES:
         for a, b in itertools.combinations_with_replacement(there, 2):
             if made[a].shape == made[b].shape and (a != b or made[a].shape[0] != SIZE):
@@ -135,11 +132,7 @@ def sized(run: Run, base: Mapping[str, Any], size: int, seed: int = 0) -> dict[s
 
 
 def batch(
-    run: Run,
-    base: Mapping[str, Any],
-    names: tuple[str, str],
-    dtype: torch.dtype,
-    pairs: Sequence[tuple[int, int]],
+    run: Run, base: Mapping[str, Any], names: tuple[str, str], dtype: torch.dtype, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
     """Arguments with all pairs in one call, as many as fit."""
     made = sized(run, base, len(pairs))
@@ -154,10 +147,7 @@ def batch(
 
 
 def backwards(made: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        n: v.flip(0) if isinstance(v, Tensor) and v.dtype in INDEX and v.ndim == 1 else v
-        for n, v in made.items()
-    }
+    return {n: v.flip(0) if isinstance(v, Tensor) and v.dtype in INDEX and v.ndim == 1 else v for n, v in made.items()}
 
 
 def three(
@@ -201,11 +191,7 @@ def fill(t: Tensor, dtype: torch.dtype, values: Iterable[tuple[int, int]]) -> Te
 
 
 def call(
-    run: Run,
-    made: dict[str, Any],
-    names: tuple[str, str],
-    ways: Sequence[tuple[str, int, str]],
-    like: str = "",
+    run: Run, made: dict[str, Any], names: tuple[str, str], ways: Sequence[tuple[str, int, str]], like: str = ""
 ) -> None:
     """A call each way, judged. `like`: calls of this name have one launcher, since looking for it takes longer."""
     wants = run.spec.oracle(made)

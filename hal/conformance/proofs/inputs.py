@@ -28,9 +28,7 @@ def defaults(run: Run) -> None:
     foreign = ["meta", *([run.device] if run.device != "cpu" else [])]
     # Where a result is asked for, or scratch: there something is allocated.
     samples = spread(run.busy, 2 if run.slow else 6)
-    samples += [s for s in run.busy if "none" in s.params.values() and s not in samples][
-        : 1 if run.slow else None
-    ]
+    samples += [s for s in run.busy if "none" in s.params.values() and s not in samples][: 1 if run.slow else None]
     for sample in samples:
         for device in foreign[: 1 if run.case.name == "dtype" else None]:
             run.around = run.case.name, torch.bfloat16 if run.case.name == "dtype" else device
@@ -68,9 +66,7 @@ def empty(run: Run) -> None:
                 raise Failure(went) from None
             if said["argument"] is None:
                 raise Failure(f"expected an ArgumentError, got {said['type']}: {said['text']}") from None
-            check_untouched(
-                placed, f"refused, as the contract has it of {run.case.name} = 0, but had already written"
-            )
+            check_untouched(placed, f"refused, as the contract has it of {run.case.name} = 0, but had already written")
             continue
         wants = run.spec.oracle(arguments)
         for how, poison in ((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])):

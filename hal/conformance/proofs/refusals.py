@@ -50,9 +50,7 @@ def errors(run: Run) -> None:
     if said["outcome"] == "returned":
         raise Failure(f"expected an ArgumentError naming {sample.argument}; the call went through")
     if said["argument"] is None:
-        raise Failure(
-            f"expected an ArgumentError naming {sample.argument}, got {said['type']}: {said['text']}"
-        )
+        raise Failure(f"expected an ArgumentError naming {sample.argument}, got {said['type']}: {said['text']}")
     if said["argument"] != sample.argument:
         raise Failure(
             f"expected an ArgumentError naming {sample.argument}, got one naming {said['argument']}: {said['text']}"

@@ -35,9 +35,7 @@ def determinism(run: Run) -> None:
             first = now
         for a, b in zip(first, now, strict=True):
             if not bool(same_bits(a, b).all()):
-                raise Failure(
-                    f"nondeterministic, though declared deterministic: call {turn + 1} has other bits"
-                )
+                raise Failure(f"nondeterministic, though declared deterministic: call {turn + 1} has other bits")
     if names_nothing(wants):
         run.control()
 
@@ -80,6 +78,4 @@ def threads(run: Run) -> None:
         try:
             run.judge(wants, placed, Ret.of(one["ret"], placed))
         except Failure as e:
-            raise Failure(
-                f"race between threads: right alone, but wrong among {count} threads: {e}"
-            ) from None
+            raise Failure(f"race between threads: right alone, but wrong among {count} threads: {e}") from None

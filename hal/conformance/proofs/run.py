@@ -156,10 +156,7 @@ def refusal(case: Case, target: Caller, why: str) -> tuple[str, str]:
         return FAILED, f"supports refuses what is required: {why}"
     if target.limits is not None and not any(why.startswith(limit) for limit in target.limits):
         declared = ", ".join(target.limits) or "none"
-        return (
-            FAILED,
-            f"refused for a reason that names no limit of the manifest (declared: {declared}): {why}",
-        )
+        return (FAILED, f"refused for a reason that names no limit of the manifest (declared: {declared}): {why}")
     return REFUSED, why
 
 

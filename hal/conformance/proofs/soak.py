@@ -192,9 +192,7 @@ def later(run: Run, wait: Callable[[float], None] = time.sleep) -> None:
         if then is not None and (now is None or not torch.equal(_bytes(now), _bytes(then))):
             changed.append("return: other elements than when it was returned")
         if changed:
-            raise Failure(
-                f"{name}: right when the call returned, and {LATER:g} s later no more: {changed[0]}"
-            )
+            raise Failure(f"{name}: right when the call returned, and {LATER:g} s later no more: {changed[0]}")
 
 
 def _bytes(t: Tensor) -> Tensor:

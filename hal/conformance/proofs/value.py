@@ -33,9 +33,7 @@ def large(run: Run) -> None:
 
 
 def misaligned(run: Run) -> None:
-    if names_nothing(
-        run.prove(run.sample().params, ways=((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])), shift=1)
-    ):
+    if names_nothing(run.prove(run.sample().params, ways=((BOUND, POISONS[0]), (DISPATCHED, POISONS[1])), shift=1)):
         run.control()
 
 
@@ -54,9 +52,7 @@ def placement(run: Run) -> None:
         raise Skip(NOT_APPLICABLE, "on a CPU there is one place for a pool")
     where = run.case.name
     if where == "host-to-host" and run.caller.takes is not None and "cpu" not in run.caller.takes:
-        raise Skip(
-            NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's"
-        )
+        raise Skip(NOT_APPLICABLE, "the lane takes no tensors of the CPU: two host pools are another backend's")
     for sample in run.busy:
         method = sample.params.get("method", "auto")
         if method == "direct" and not (where.endswith("cpu-slots") or where == "host-to-host"):

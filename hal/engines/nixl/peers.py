@@ -105,9 +105,7 @@ class Peers:
             sock = socket.create_connection((host, int(port)), timeout)
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or e
-            raise LinkError(
-                f"hal: link: can't connect to {address}: {why} — is a Link listening there?"
-            ) from e
+            raise LinkError(f"hal: link: can't connect to {address}: {why} — is a Link listening there?") from e
         return self._add(sock, address, came=False)
 
     def _add(self, sock: socket.socket, address: str, *, came: bool) -> Peer:
@@ -209,9 +207,7 @@ class Peers:
         start, stop = m["heads"]
         pages = m["pages"]
         held = self.link.heads
-        if not (held.start <= start < stop <= held.stop) or not all(
-            0 <= p < peer.wire["pages"] for p in pages
-        ):
+        if not (held.start <= start < stop <= held.stop) or not all(0 <= p < peer.wire["pages"] for p in pages):
             raise ValueError(f"want of heads {m['heads']} and pages {pages[:4]}")
         if len(pages) != -(-m["tokens"] // self.facts["page size on the wire"]):
             raise ValueError(f"want of {len(pages)} pages for {m['tokens']} tokens")

@@ -116,9 +116,7 @@ class Transfer:
         wire = self.link.wire
         if want["tokens"] != self.tokens:
             n, m = self.tokens, want["tokens"]
-            self.fail(
-                LinkError(f"hal: link: request {self.request}: {n} tokens are sent, {m} slots receive them")
-            )
+            self.fail(LinkError(f"hal: link: request {self.request}: {n} tokens are sent, {m} slots receive them"))
             return
         start, stop = want["heads"]
         there = self.peer.wire

@@ -138,9 +138,6 @@ class Wire:
             size = heads * each
             begins = np.flatnonzero(np.r_[True, (np.diff(src) != size) | (np.diff(dst) != size)])
             sizes = np.diff(np.r_[begins, len(src)]) * size
-            for rows, addresses, device in (
-                (found[0], src, self.device_id),
-                (found[1], dst, there["device"]),
-            ):
+            for rows, addresses, device in ((found[0], src, self.device_id), (found[1], dst, there["device"])):
                 rows.append(np.stack([addresses[begins], sizes, np.full_like(sizes, device)], axis=1))
         return np.concatenate(found[0]).astype(np.uint64), np.concatenate(found[1]).astype(np.uint64)

@@ -131,18 +131,14 @@ class HalAttention(AttentionBackend):
     @property
     def verify_mask(self) -> VerifyMask:
         """None is kept, a chain is verified without; of a tree the mask of its tokens alone is asked for."""
-        return VerifyMask(
-            torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False
-        )
+        return VerifyMask(torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False)
 
     # A graph reads a step's lists where its capture found them. They are written before it is replayed, not in it: by
     # then SGLang may write the table for the next step.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graph_indptr = torch.zeros(max_bs + 1, dtype=self.index, device=self.device)
-        self.graph_indices = torch.zeros(
-            max_bs * self.req_to_token.shape[1], dtype=self.index, device=self.device
-        )
+        self.graph_indices = torch.zeros(max_bs * self.req_to_token.shape[1], dtype=self.index, device=self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Raises:
@@ -223,9 +219,7 @@ class HalAttention(AttentionBackend):
             "logit_cap": float(layer.logit_cap or 0.0),
         }
         pool = self.token_to_kv_pool
-        k_cache, v_cache = (
-            buffer(layer.layer_id)[:1] for buffer in (pool.get_key_buffer, pool.get_value_buffer)
-        )
+        k_cache, v_cache = (buffer(layer.layer_id)[:1] for buffer in (pool.get_key_buffer, pool.get_value_buffer))
         q = torch.zeros(1, layer.tp_q_head_num, layer.qk_head_dim, dtype=self.dtype, device=self.device)
         out = torch.zeros(1, layer.tp_q_head_num, layer.v_head_dim, dtype=self.dtype, device=self.device)
         index = torch.zeros(2, dtype=self.index, device=self.device)

@@ -21,16 +21,7 @@ def get_rope_wrapper(
     device: str | None = None,
 ) -> Any:
     """The rotary embedding of DeepSeek's layers. SGLang's own has, on a CPU, those with YaRN alone."""
-    given = (
-        head_size,
-        rotary_dim,
-        max_position,
-        base,
-        is_neox_style,
-        rope_scaling,
-        dtype,
-        partial_rotary_factor,
-    )
+    given = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
     if rope_scaling is None:
         return factory.get_rope(*given)
     return factory.get_rope_cpu(*given, device)

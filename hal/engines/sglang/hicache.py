@@ -56,19 +56,11 @@ def allocate(
     return made
 
 
-def _transfer(
-    owner: Any, src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None
-) -> None:
+def _transfer(owner: Any, src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None) -> None:
     """`kv_transfer`, chosen and checked by the first call of its kind on a host pool: a load is a call a layer."""
     if src_slots.shape != dst_slots.shape:
-        raise hal.ArgumentError(
-            "kv_transfer", "dst_slots", f"{list(src_slots.shape)}", f"{list(dst_slots.shape)}"
-        )
-    kind = (
-        src.device,
-        layers is None,
-        *((s.device, s.dtype, s.dim(), s.stride()) for s in (src_slots, dst_slots)),
-    )
+        raise hal.ArgumentError("kv_transfer", "dst_slots", f"{list(src_slots.shape)}", f"{list(dst_slots.shape)}")
+    kind = (src.device, layers is None, *((s.device, s.dtype, s.dim(), s.stride()) for s in (src_slots, dst_slots)))
     chosen = owner.__dict__.setdefault("_hal_transfers", {})
     if kind not in chosen:
         device = dst.device if src.device.type == "cpu" else src.device

@@ -93,9 +93,7 @@ def check_machine(npu: bool) -> None:
         if not has_npu():
             raise refusal(["the platform hal_npu: torch_npu is not loaded"])
         if not has_chains():
-            raise refusal(
-                ["the platform hal_npu: this SGLang has no platform for NPUs to build on, 0.5.23 has"]
-            )
+            raise refusal(["the platform hal_npu: this SGLang has no platform for NPUs to build on, 0.5.23 has"])
         return
     if torch.cuda.is_available() or torch.xpu.is_available() or has_npu():
         raise refusal(
@@ -135,9 +133,7 @@ def of_npu(args: Any) -> list[str]:
 
 def of_npu_model(model: torch.nn.Module) -> list[str]:
     name = type(model).__name__
-    return (
-        [] if name in NPU_MODELS else [f"on an NPU the model {name}: {', '.join(NPU_MODELS)} have run there"]
-    )
+    return [] if name in NPU_MODELS else [f"on an NPU the model {name}: {', '.join(NPU_MODELS)} have run there"]
 
 
 def has_trees(args: Any) -> bool:

@@ -70,12 +70,7 @@ class HalMLAPool(MLATokenToKVPool):
         _move(KVPool(self.kv_buffer), src_loc, tgt_loc)
 
     def set_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: Any,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        layer_id_override: int | None = None,
+        self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, layer_id_override: int | None = None
     ) -> None:
         """Writes whole rows, ``[n, 1, lora_dim + rope_dim]``."""
         rank = self.kv_lora_rank

@@ -119,14 +119,9 @@ def _look(hooks: dict[str, str]) -> dict[str, Any]:
     """SGLang's functions, whose parameters are those that hal's know."""
     found = {target: pkgutil.resolve_name(target) for target in hooks}
     for target, theirs in found.items():
-        has, known = (
-            list(inspect.signature(theirs).parameters),
-            inspect.signature(_ours(hooks[target])).parameters,
-        )
+        has, known = (list(inspect.signature(theirs).parameters), inspect.signature(_ours(hooks[target])).parameters)
         if has != [n for n, p in known.items() if n in has or p.default is p.empty]:
-            raise EngineError(
-                f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}"
-            )
+            raise EngineError(f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}")
     return found
 
 

@@ -86,9 +86,7 @@ def assign_draft_cache_locs_contiguous_func(
     hal.assign_extend_cache_locs(req_to_token, req_pool_indices, seq_lens, ends, out_cache_loc)
 
 
-def fill_front_out_cache_loc_func(
-    num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor
-) -> None:
+def fill_front_out_cache_loc_func(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor) -> None:
     """The first `num_front[i]` slots of each request's window of `out_cache_loc`, packed; the rest stays."""
     window = out_cache_loc.view(num_front.shape[0], -1)
     front = window[_count(window.shape[1], window) < num_front[:, None]]

@@ -68,9 +68,7 @@ def reconstruct_indices_from_tree_mask_func(
     _link(mask, verified_seq_len, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling)
 
 
-def _link(
-    mask: Tensor, seq_lens: Tensor, positions: Tensor, index: Tensor, child: Tensor, sibling: Tensor
-) -> None:
+def _link(mask: Tensor, seq_lens: Tensor, positions: Tensor, index: Tensor, child: Tensor, sibling: Tensor) -> None:
     """Positions, numbers and links of trees by their masks ``[bs, n, n]``."""
     bs, n, _ = mask.shape
     node = _count(n, seq_lens)
@@ -80,12 +78,7 @@ def _link(
     parents = torch.where(mask.bool() & (node < node[:, None]), node, -1).amax(dim=2)
     for found, links in (
         (parents[:, None, :] == node[:, None], child),
-        (
-            (parents[:, None, :] == parents[:, :, None])
-            & (parents[:, :, None] >= 0)
-            & (node > node[:, None]),
-            sibling,
-        ),
+        ((parents[:, None, :] == parents[:, :, None]) & (parents[:, :, None] >= 0) & (node > node[:, None]), sibling),
     ):
         first = torch.where(found, node, n).amin(dim=2)
         links.copy_(torch.where(first < n, first, -1))

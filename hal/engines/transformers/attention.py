@@ -63,10 +63,7 @@ def attention_forward(
     with _engine.layer("transformers", f"{'?' if layer is None else layer} ({type(module).__name__})"):
         try:
             _refuse(module, (query, key, value), dropout, is_causal, kwargs)
-            values = {
-                "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-                "logit_cap": softcap or 0.0,
-            }
+            values = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "logit_cap": softcap or 0.0}
             if cache is not None:
                 return paged.attention(module, query, key, value, cache, kwargs, s_aux, values), None
             return _attention(query, key, value, attention_mask, s_aux, values), None
@@ -133,9 +130,7 @@ def _refuse(
     if dropout:
         raise no(f"dropout={dropout} was asked for", "model.eval()")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise no(
-            "gradients were asked for", 'torch.no_grad() to generate, attn_implementation="sdpa" to train'
-        )
+        raise no("gradients were asked for", 'torch.no_grad() to generate, attn_implementation="sdpa" to train')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
         raise no("attention that is not causal was asked for")

@@ -62,9 +62,7 @@ class HalLayer(DynamicLayer):  # type: ignore[misc]
         self.places = places
         self._held: tuple[Tensor, Tensor] | None = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes the new tokens' keys and values; returns those of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

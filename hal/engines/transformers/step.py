@@ -97,9 +97,7 @@ class Step:
         """Where each request's queries begin."""
         if self._qo_indptr is None:
             last = self.requests * self.queries
-            self._qo_indptr = torch.arange(
-                0, last + 1, max(self.queries, 1), dtype=torch.int32, device=self._device
-            )
+            self._qo_indptr = torch.arange(0, last + 1, max(self.queries, 1), dtype=torch.int32, device=self._device)
         return self._qo_indptr
 
 

@@ -57,9 +57,7 @@ def read_once(worker: Any) -> None:
                     "hal: request %s: the blocks of the prefill's request %s were read already, by request %s: "
                     "kv_transfer_params are good for one request — send it to a prefill again", req_id, of[1], first
                 )  # fmt: skip
-                worker._handle_failed_transfer(
-                    req_id, None, worker._recv_failures, record_failed_transfer=False
-                )
+                worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return
             if len(seen) > REMEMBERED:
                 seen.popitem(last=False)

@@ -49,9 +49,7 @@ class SharedAnswers:
     ) -> str | None:
         stored = getattr(torch, kv_cache_dtype or "", None)
         if isinstance(stored, torch.dtype) and stored != dtype:
-            return (
-                f"a KV cache of {kv_cache_dtype} beside a model of {dtype}: hal has the model's dtype or fp8"
-            )
+            return f"a KV cache of {kv_cache_dtype} beside a model of {dtype}: hal has the model's dtype or fp8"
         reasons = limits.of_config(get_current_vllm_config())
         return "; ".join(reasons) or None
 

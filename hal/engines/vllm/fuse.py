@@ -181,8 +181,7 @@ def _fuse(graph: fx.Graph, write: fx.Node) -> bool:
         if isinstance(n, fx.Node):
             n.meta["val"] = query.meta["val"].shape[0]
         fused = graph.call_function(
-            torch.ops.hal_vllm.rope_kv_write.default,
-            (q, k, write.args[1], positions, table, is_neox, write.args[2]),
+            torch.ops.hal_vllm.rope_kv_write.default, (q, k, write.args[1], positions, table, is_neox, write.args[2])
         )
         fused.meta["val"] = write.meta["val"]
     for node in sorted(moved, key=order.__getitem__, reverse=True):

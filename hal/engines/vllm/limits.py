@@ -25,13 +25,9 @@ def of_layer(
     """
     from vllm.v1.attention.backend import AttentionType
 
-    reasons = [
-        f"{name} is set, which hal's attention does not take" for name, value in others.items() if value
-    ]
+    reasons = [f"{name} is set, which hal's attention does not take" for name, value in others.items() if value]
     if attn_type != AttentionType.DECODER:
-        reasons.append(
-            f"attention of the kind {getattr(attn_type, 'value', attn_type)}: hal has decoders' alone"
-        )
+        reasons.append(f"attention of the kind {getattr(attn_type, 'value', attn_type)}: hal has decoders' alone")
     if alibi_slopes is not None:
         reasons.append("ALiBi")
     if sinks is not None:

@@ -139,11 +139,7 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         return torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, kv.shape[1], -1)), dim=-1), v
 
     def forward_mqa(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: MLAStep,
-        layer: Any,
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLAStep, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)

@@ -73,9 +73,7 @@ class MLAStep(Step):
 class MLAStepBuilder(StepBuilder):
     """Makes an `MLAStep`; by lengths that vLLM has on the host, so nothing waits for the device."""
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.widths: unfold.Widths = impl.widths
@@ -84,17 +82,12 @@ class MLAStepBuilder(StepBuilder):
         self.room = self.widths.room(tokens) if self.window is None else 0
         # Bytes of zeros: there are builds that lack a fill of fp8 ones.
         dtype = impl.dtype if impl.fp8 is None else impl.fp8
-        zeros = torch.zeros(
-            self.room, impl.head_size * dtype.itemsize, dtype=torch.uint8, device=device
-        ).view(dtype)
+        zeros = torch.zeros(self.room, impl.head_size * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
         places = torch.arange(self.room, dtype=self.kv_indices.dtype, device=device)
         self.workspace = Workspace(zeros, hal.KVPool(zeros.unsqueeze(0)), places)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAStep:
         m = common_attn_metadata
         decodes, kv_indptr = self.lists(m)

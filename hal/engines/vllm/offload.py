@@ -169,12 +169,8 @@ class HalOffloadingWorker(OffloadingWorker):
             whole = -(-(skip + size) // self.blocks_per_chunk) if size else 0
             here = chunks[chunk : chunk + whole]
             if len(here) != whole or block + size > len(blocks):
-                raise ValueError(
-                    f"expected {whole} chunks for {size} blocks; got {len(here)} of {len(chunks)}"
-                )
-            host = (
-                here[places // self.blocks_per_chunk] * self.blocks_per_chunk + places % self.blocks_per_chunk
-            )
+                raise ValueError(f"expected {whole} chunks for {size} blocks; got {len(here)} of {len(chunks)}")
+            host = here[places // self.blocks_per_chunk] * self.blocks_per_chunk + places % self.blocks_per_chunk
             yield blocks[block : block + size], host
             block, chunk = block + size, chunk + whole
         if (block, chunk) != (len(blocks), len(chunks)):

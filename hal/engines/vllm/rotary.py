@@ -17,9 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope_interleaved import MRotaryEmbeddingInterleaved
-from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
-    Phi3LongRoPEScaledRotaryEmbedding,
-)
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import hal
@@ -72,9 +70,7 @@ class HalMRotary(HalRotary):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # One class has made the list already, by an order of its own.
-        axes = getattr(self, "mrope_dim", None) or 2 * axes_of(
-            self.mrope_section or (), self.mrope_interleaved
-        )
+        axes = getattr(self, "mrope_dim", None) or 2 * axes_of(self.mrope_section or (), self.mrope_interleaved)
         device = self.cos_sin_cache.device
         self.axes: Tensor
         self.register_buffer("axes", torch.tensor(axes, dtype=torch.int64, device=device), persistent=False)
@@ -100,9 +96,7 @@ class HalPhi3LongRoPEScaledRotaryEmbedding(HalRotary, Phi3LongRoPEScaledRotaryEm
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         both, short = self.long_short_cos_sin_cache, self.original_max_position_embeddings
-        self.register_buffer(
-            "cos_sin_cache", both[short:] if self.use_long_rope else both[:short], persistent=False
-        )
+        self.register_buffer("cos_sin_cache", both[short:] if self.use_long_rope else both[:short], persistent=False)
         self.is_neox_style = True
 
     def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
@@ -117,25 +111,17 @@ def classes() -> dict[str, type]:
         EngineError: the place is taken, or vLLM's classes are not as they were.
     """
     if not isinstance(getattr(vllm_rotary, "_ROPE_DICT", None), dict):
-        raise EngineError(
-            "hal: vllm can't run on hal: vllm.…rotary_embedding._ROPE_DICT is not the table it was"
-        )
+        raise EngineError("hal: vllm can't run on hal: vllm.…rotary_embedding._ROPE_DICT is not the table it was")
     if not issubclass(getattr(vllm_rotary, LONG, object), Phi3LongRoPEScaledRotaryEmbedding):
-        raise EngineError(
-            f"hal: vllm can't run on hal: vllm.…rotary_embedding.{LONG} is not the class it was"
-        )
+        raise EngineError(f"hal: vllm can't run on hal: vllm.…rotary_embedding.{LONG} is not the class it was")
     known: list[type] = [RotaryEmbedding, *_below(RotaryEmbedding)]
     same: list[type] = list(filter(_plain, known))
     same += [DeepseekScalingRotaryEmbedding, *BY_AXES]
     taken = [c.__name__ for c in same if c.__name__ in op_registry_oot]
     if taken:
-        raise EngineError(
-            f"hal: vllm can't run on hal: another plugin stands in for {', '.join(taken)} already"
-        )
+        raise EngineError(f"hal: vllm can't run on hal: another plugin stands in for {', '.join(taken)} already")
     return {
-        c.__name__: type(
-            f"Hal{c.__name__}", (HalMRotary if c in BY_AXES else HalRotary, c), {"__module__": __name__}
-        )
+        c.__name__: type(f"Hal{c.__name__}", (HalMRotary if c in BY_AXES else HalRotary, c), {"__module__": __name__})
         for c in same
     }
 
@@ -150,14 +136,7 @@ def _below(cls: type) -> list[type]:
 
 def _plain(cls: type) -> bool:
     """Does it rotate as its base does, by a table that may be another?"""
-    names = (
-        "forward",
-        "forward_native",
-        "forward_static",
-        "forward_cuda",
-        "forward_cpu",
-        "_match_cos_sin_cache_dtype",
-    )
+    names = ("forward", "forward_native", "forward_static", "forward_cuda", "forward_cpu", "_match_cos_sin_cache_dtype")
     return all(getattr(cls, n, None) is getattr(RotaryEmbedding, n, None) for n in names)
 
 
@@ -186,9 +165,7 @@ def check_instances() -> None:
 # --- the ops of a compiled graph --------------------------------------------------------------------
 
 
-def rotate(
-    positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor, head_size: int, is_neox: bool
-) -> None:
+def rotate(positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor, head_size: int, is_neox: bool) -> None:
     """Rotates query and key, ``[n, heads * head_size]`` or ``[n, heads, head_size]``, in place."""
     n = query.shape[0]
     q = query.view(n, -1, head_size)
@@ -209,24 +186,14 @@ def _bound(
     k = torch.zeros(1, k_heads, head_size, dtype=dtype, device=device)
     cos_sin = torch.zeros(1, rotary_dim, dtype=table, device=device)
     position = torch.zeros(1, dtype=torch.int64, device=device)
-    example = {
-        "q": q,
-        "k": k,
-        "v": None,
-        "cos_sin_cache": cos_sin,
-        "positions": position,
-        "interleaved": not is_neox,
-    }
+    example = {"q": q, "k": k, "v": None, "cos_sin_cache": cos_sin, "positions": position, "interleaved": not is_neox}
     return hal.bind(device, like={"rope_kv_write": example}).rope_kv_write
 
 
 def rope(
     positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
-    q, k = (
-        query.clone(memory_format=torch.contiguous_format),
-        key.clone(memory_format=torch.contiguous_format),
-    )
+    q, k = (query.clone(memory_format=torch.contiguous_format), key.clone(memory_format=torch.contiguous_format))
     rotate(positions, q, k, table, head_size, is_neox)
     return q, k
 
@@ -237,9 +204,7 @@ def rope_q(positions: Tensor, query: Tensor, table: Tensor, head_size: int, is_n
     return q
 
 
-def rope_(
-    positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool
-) -> None:
+def rope_(positions: Tensor, query: Tensor, key: Tensor, table: Tensor, head_size: int, is_neox: bool) -> None:
     rotate(positions, query, key, table, head_size, is_neox)
 
 

@@ -46,14 +46,7 @@ class Step(AttentionMetadata):
         self.lists_of_others = self.qo_indptr[n:], self.kv_indptr[n:], self.kv_indices
 
     def attend(
-        self,
-        ops: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        sinks: Tensor | None = None,
-        **options: Any,
+        self, ops: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None = None, **options: Any
     ) -> None:
         """Attention of this step's queries: single tokens by `decode_attention`, all others by `extend_attention`.
 
@@ -85,9 +78,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int | None = 1
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         limits.check_layers(context)
@@ -120,10 +111,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self.list_slots: Callable[..., Tensor] = bound.build_kv_indices_from_blocks
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
         m = common_attn_metadata
         decodes, kv_indptr = self.lists(m)
@@ -143,11 +131,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # Positions in a list count from its end, so a list that lost its beginning says the same of its last tokens.
         keep = -1 if self.window is None else self.window + m.max_query_len - 1
         self.list_slots(
-            m.block_table_tensor[:n],
-            m.seq_lens[:n],
-            self.block_size,
-            kv_indptr,
-            self.kv_indices,
-            keep_last=keep,
+            m.block_table_tensor[:n], m.seq_lens[:n], self.block_size, kv_indptr, self.kv_indices, keep_last=keep
         )
         return decodes, kv_indptr

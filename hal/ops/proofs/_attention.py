@@ -12,16 +12,7 @@ from torch import Tensor
 from hal import _host
 from hal.ops._torch import in_range, slots_of
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
-from hal.ops.proofs.inputs import (
-    DTYPES,
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    floats,
-    odd_indices,
-    paired,
-    randint,
-    spaced,
-)
+from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, paired, randint, spaced
 from hal.ops.proofs.judge import Candidate, Want, attention_slack
 from hal.ops.spec import FP8, Sample
 
@@ -36,9 +27,7 @@ class Truth:
         slots = a["kv_indices"].to(torch.int64)
         self.valid = in_range(slots, slots_of(a["k_cache"]))
         scales = [1.0 if a[s] is None else float(_host.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
-        self.k, self.v = (
-            self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True)
-        )
+        self.k, self.v = (self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True))
         heads = a["q"].shape[1]
         none = _host.zeros(heads, dtype=torch.float64)
         zero = _host.zeros(heads, self.v.shape[-1], dtype=torch.float64)
@@ -72,11 +61,7 @@ class Truth:
         lse = torch.logsumexp(logits, dim=0)
         p = torch.exp(logits - lse).unsqueeze(-1)
         slack, relative = attention_slack(
-            a["q"].dtype,
-            dim,
-            terms.abs().sum(-1).amax(0),
-            _host.full((heads,), len(k)),
-            (p * v.abs()).sum(0),
+            a["q"].dtype, dim, terms.abs().sum(-1).amax(0), _host.full((heads,), len(k)), (p * v.abs()).sum(0)
         )
         return (p * v).sum(0), slack, lse, relative
 
@@ -179,9 +164,7 @@ RAGGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def fresh(
-    slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, Any]], int], queries: str
-) -> Fresh:
+def fresh(slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, Any]], int], queries: str) -> Fresh:
     """`slots`: as many as most draws need; `listed`: parameters -> tokens that are listed; `queries`: what n is in."""
     few: dict[str, Any] = {
         "q_heads": lambda p: max(2, p["kv_heads"]),
@@ -201,10 +184,7 @@ def fresh(
 
     return Fresh(
         {
-            "bs": Wide(
-                REQUESTS,
-                {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})},
-            ),
+            "bs": Wide(REQUESTS, {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})}),
             "slots": Wide(SLOTS, {**few, "bs": (4, 8), "longest": (20, 30), "lengths": "full"}, PAGES),
             "q_heads": Wide([128]),
             "kv_heads": Wide([64, 128], {"q_heads": 128}),
@@ -302,9 +282,7 @@ def make_inputs(
     return args | {"scale": head_dim**-0.5, "sliding_window": sliding_window, "logit_cap": logit_cap}
 
 
-def _query(
-    g: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype, view: str, loud: float
-) -> Tensor:
+def _query(g: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype, view: str, loud: float) -> Tensor:
     n, heads, dim = shape
     x = (floats(g, shape, torch.float32) * loud).to(dtype)
     if view == "fused":

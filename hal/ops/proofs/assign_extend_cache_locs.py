@@ -10,16 +10,7 @@ import torch
 from hal import _host
 from hal.ops._spans import columns
 from hal.ops.proofs.fresh import MANY, TOKENS, Wide, table_fresh
-from hal.ops.proofs.inputs import (
-    INDEX_DTYPES,
-    generator,
-    odd_indices,
-    of_dtypes,
-    randint,
-    refused,
-    row_view,
-    spans,
-)
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused, row_view, spans
 from hal.ops.proofs.judge import Candidate, Want
 from hal.ops.spec import Proof, Sample
 
@@ -71,10 +62,7 @@ def make(
     return {
         "req_to_token": row_view(table, view),
         "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)),
-            requests,
-            "valid" if values == "negative" else values,
-            INDEX_DTYPES[index],
+            randint(g, 0, requests, (bs,)), requests, "valid" if values == "negative" else values, INDEX_DTYPES[index]
         ),
         "start_offsets": start.to(dtype),
         "end_offsets": ends.to(dtype),

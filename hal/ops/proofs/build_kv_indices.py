@@ -68,9 +68,7 @@ def make(
     room = (max(0, total + slack),)
     return {
         "req_to_token": row_view(table, view),
-        "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=2
-        ),
+        "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=2),
         "kv_lens": kv_lens,
         "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),

@@ -22,9 +22,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     for i, (r, n) in enumerate(zip(a["req_pool_indices"].tolist(), a["kv_lens"].tolist(), strict=True)):
         if 0 <= r < rows:
             firsts = table[r, : min(max(n, 0), width) : page].tolist()[: out.shape[1]]
-            value[i, : len(firsts)] = _host.tensor(
-                [s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype
-            )
+            value[i, : len(firsts)] = _host.tensor([s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype)
     full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
     return {"out": full, "return": full}
 
@@ -53,9 +51,7 @@ def make(
     fill = randint(g, 0, 2**31 - 1, (bs, pages)).to(INDEX_DTYPES[out])
     return {
         "req_to_token": row_view(table, view),
-        "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=1
-        ),
+        "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=1),
         "kv_lens": odd_indices(randint(g, 0, width + 1, (bs,)), width + 1, values, INDEX_DTYPES[lens]),
         "page_size": page_size,
         "out": row_view(fill, out_view),

@@ -20,14 +20,10 @@ from hal.ops.spec import Proof, Sample
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     nnz, window = a["kv_indices"].shape[0], a["sliding_window"]
     p = [min(max(x, 0), nnz) for x in a["kv_indptr"].tolist()]
-    return _attention.want_of(
-        a, [[(max(i, j - 1 - window) if window >= 0 else i, j)] for i, j in pairwise(p)]
-    )
+    return _attention.want_of(a, [[(max(i, j - 1 - window) if window >= 0 else i, j)] for i, j in pairwise(p)])
 
 
-def make(
-    seed: int = 0, bs: int = 5, longest: int = 40, lengths: str = "ragged", **inputs: Any
-) -> dict[str, Any]:
+def make(seed: int = 0, bs: int = 5, longest: int = 40, lengths: str = "ragged", **inputs: Any) -> dict[str, Any]:
     """lengths: see `_attention.lengths`; inputs: see `_attention.make_inputs`."""
     g = generator(seed)
     made = _attention.make_inputs(g, bs, _attention.lengths(g, bs, longest, lengths), **inputs)

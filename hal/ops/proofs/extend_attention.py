@@ -19,9 +19,7 @@ from hal.ops.spec import Proof, Sample
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     n, nnz, window = a["q"].shape[0], a["kv_indices"].shape[0], a["sliding_window"]
-    qo, kv = (
-        [min(max(x, 0), size) for x in a[p].tolist()] for p, size in (("qo_indptr", n), ("kv_indptr", nnz))
-    )
+    qo, kv = ([min(max(x, 0), size) for x in a[p].tolist()] for p, size in (("qo_indptr", n), ("kv_indptr", nnz)))
     rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for i, (begin, stop) in enumerate(pairwise(qo)):
         start, end = kv[i], max(kv[i], kv[i + 1])
@@ -47,11 +45,7 @@ def make(
     """
     g = generator(seed)
     new = _attention.lengths(g, bs, longest, lengths)
-    old = (
-        _attention.lengths(g, bs, prefix, "full" if lengths == "full" else "ragged")
-        if prefix >= 0
-        else [0] * bs
-    )
+    old = _attention.lengths(g, bs, prefix, "full" if lengths == "full" else "ragged") if prefix >= 0 else [0] * bs
     # A negative prefix: fewer keys than queries, so that the first of them see nothing.
     kv_lens = [max(0, m + p + min(prefix, 0)) for m, p in zip(new, old, strict=True)]
     made = _attention.make_inputs(g, sum(new) + spare, kv_lens, **inputs)

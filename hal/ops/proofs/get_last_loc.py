@@ -19,8 +19,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     table, requests, lens = a["req_to_token"], a["req_pool_indices"].tolist(), a["prefix_lens"].tolist()
     rows, width = table.shape
     out = [
-        int(table[r, p - 1]) if 0 <= r < rows and 0 < p <= width else -1
-        for r, p in zip(requests, lens, strict=True)
+        int(table[r, p - 1]) if 0 <= r < rows and 0 < p <= width else -1 for r, p in zip(requests, lens, strict=True)
     ]
     value = _host.tensor(out, dtype=a["prefix_lens"].dtype)
     return {"return": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))}
@@ -40,15 +39,10 @@ def make(
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
     return {
         "req_to_token": row_view(table, view),
-        "req_pool_indices": odd_indices(
-            randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]
-        ),
+        "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index]),
         # One place on: an odd length must meet a valid request, or the request alone decides.
         "prefix_lens": odd_indices(
-            randint(g, 1, width + 1, (bs,)),
-            width + 1,
-            "valid" if values == "equal" else values,
-            INDEX_DTYPES[lens],
+            randint(g, 1, width + 1, (bs,)), width + 1, "valid" if values == "equal" else values, INDEX_DTYPES[lens]
         ).roll(1),
     }
 

@@ -95,23 +95,14 @@ def make(
     kind = FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
     row = (head_dim,) if mla else (heads, head_dim)
     v_row = None if mla else (heads, v_head_dim or head_dim)
-    a = make_pool(
-        g, src, src_slots, src_page, num_layers, row, v_row, kind, "padded" if view == "padded" else "plain"
-    )
+    a = make_pool(g, src, src_slots, src_page, num_layers, row, v_row, kind, "padded" if view == "padded" else "plain")
     b = make_pool(g, dst, dst_slots, dst_page, num_layers, row, v_row, kind, view)
     return {
         "src": a,
         "dst": b,
         "src_slots": _slots(g, n, src_slots, src_page, order, values, INDEX_DTYPES[slot]),
         "dst_slots": _slots(
-            g,
-            n,
-            dst_slots,
-            dst_page,
-            order,
-            "valid" if values == "skip" else values,
-            INDEX_DTYPES[slot],
-            by=1,
+            g, n, dst_slots, dst_page, order, "valid" if values == "skip" else values, INDEX_DTYPES[slot], by=1
         ),
         "layers": None if layers is None else range(*layers),
         "method": method,
@@ -143,9 +134,9 @@ def make_pool(
     view: str,
 ) -> KVPool:
     def fresh(shape: tuple[int, ...]) -> Tensor:
-        raw = _host.randint(
-            0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g
-        ).view(dtype)
+        raw = _host.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g).view(
+            dtype
+        )
         if view == "plain" or 0 in shape:
             return raw
         inner = 1 if layout == "page_head" else len(row)
@@ -168,9 +159,7 @@ def make_pool(
         if layout == "page_head":
             h, d = (1, *r)[-2:]
             return fresh((pages, h, page, n, d))
-        return fresh(
-            {"layer_first": (n, slots, *r), "page_first": (slots, n, *r)}.get(layout) or (pages, n, page, *r)
-        )
+        return fresh({"layer_first": (n, slots, *r), "page_first": (slots, n, *r)}.get(layout) or (pages, n, page, *r))
 
     name = "layer_first" if layout == "list" else layout
     return KVPool(half(row), None if v_row is None else half(v_row), layout=name, page_size=page)

@@ -15,10 +15,7 @@ from hal.ops.proofs.inputs import DTYPES, refused
 from hal.ops.proofs.judge import ROPE_SLACK, Want, largest
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES, FRESH, want_of_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.spec import (
-    Proof,
-    Sample,
-)
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:

@@ -25,10 +25,7 @@ from hal.ops.proofs.inputs import (
 )
 from hal.ops.proofs.judge import Candidate, Want
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
-from hal.ops.spec import (
-    Proof,
-    Sample,
-)
+from hal.ops.spec import Proof, Sample
 
 
 def joined(cache: Tensor, lora: Want, rope: Want) -> Want:

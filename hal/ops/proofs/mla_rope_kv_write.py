@@ -11,16 +11,7 @@ import torch
 from hal import _host
 from hal.ops.mla_rope_kv_write import as_rope_kv_write
 from hal.ops.proofs.fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import (
-    DTYPES,
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    floats,
-    generator,
-    odd_indices,
-    randint,
-    refused,
-)
+from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint, refused
 from hal.ops.proofs.judge import Want
 from hal.ops.proofs.mla_kv_write import (
     DEEPSEEK,
@@ -34,18 +25,13 @@ from hal.ops.proofs.mla_kv_write import (
 )
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.spec import (
-    Proof,
-    Sample,
-)
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     want = ROPE.oracle(as_rope_kv_write(a))
     k, shape = want["k"], a["k_rope"].shape
-    flat = tuple(
-        type(c)(c.value.view(shape), None if c.slack is None else c.slack.view(shape)) for c in k.candidates
-    )
+    flat = tuple(type(c)(c.value.view(shape), None if c.slack is None else c.slack.view(shape)) for c in k.candidates)
     return {
         "q_rope": want["q"],
         "k_rope": Want(k.named.view(shape), flat),

@@ -42,9 +42,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return want | want_of_caches(a, valid, *truth["k"], step)
 
 
-def make(
-    seed: int = 0, n: int = 5, weight: str | None = None, eps: float = 1e-6, **params: Any
-) -> dict[str, Any]:
+def make(seed: int = 0, n: int = 5, weight: str | None = None, eps: float = 1e-6, **params: Any) -> dict[str, Any]:
     """Those of `rope_kv_write`; `weight` is the dtype of the weights, None: q's."""
     a = ROPE.make(seed=seed, n=n, **params)
     g, d = generator(seed + 1), a["q"].shape[-1]

@@ -25,10 +25,7 @@ from hal.ops.proofs.inputs import (
 )
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
 from hal.ops.rope_kv_write import rotate
-from hal.ops.spec import (
-    Proof,
-    Sample,
-)
+from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
@@ -52,9 +49,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return want | want_of_caches(a, valid, *truth["k"], ROPE_SLACK)
 
 
-def want_of_caches(
-    a: Mapping[str, Any], valid: Tensor, value: Tensor, terms: Tensor, step: float
-) -> dict[str, Want]:
+def want_of_caches(a: Mapping[str, Any], valid: Tensor, value: Tensor, terms: Tensor, step: float) -> dict[str, Want]:
     """What the caches must hold, none where there are none: k's float64 truth, within `step` of sum|terms|, and v."""
     want: dict[str, Want] = {}
     for x in ("k", "v") if a["k_cache"] is not None else ():
@@ -108,9 +103,7 @@ def want_of_rows(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slac
         value[where] = rows[which]
         if spread is not None and slack is not None:
             spread[where] = slack[which]
-        candidates.append(
-            Candidate(value.view(cache.shape), None if spread is None else spread.view(cache.shape))
-        )
+        candidates.append(Candidate(value.view(cache.shape), None if spread is None else spread.view(cache.shape)))
     return Want(named.view(cache.shape), tuple(candidates))
 
 
@@ -156,9 +149,7 @@ def make(
         "k": k,
         "v": v,
         "cos_sin_cache": cos_sin,
-        "positions": odd_indices(
-            positions, max_positions, position_values or "valid", INDEX_DTYPES[position]
-        ),
+        "positions": odd_indices(positions, max_positions, position_values or "valid", INDEX_DTYPES[position]),
         "k_cache": None,
         "v_cache": None,
         "slots": None,
@@ -184,13 +175,7 @@ def make(
 
 
 def _qkv(
-    g: torch.Generator,
-    n: int,
-    heads: tuple[int, ...],
-    dims: tuple[int, ...],
-    dtype: torch.dtype,
-    kind: str,
-    odd: bool,
+    g: torch.Generator, n: int, heads: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype, kind: str, odd: bool
 ) -> list[Tensor]:
     sizes = [h * d for h, d in zip(heads, dims, strict=True)]
     parts = [floats(g, (n, s), dtype, odd) for s in sizes]

@@ -33,9 +33,7 @@ def take(name: str, folder: str | None = None) -> None:
         EngineError: a module of this name has been imported.
     """
     if name in sys.modules:
-        raise EngineError(
-            f"hal: {name} has been imported: whoever did keeps its functions; take the name before"
-        )
+        raise EngineError(f"hal: {name} has been imported: whoever did keeps its functions; take the name before")
     module = _make(name, folder)
     module.__dict__.update({n: getattr(kernels, n) for n in kernels.__all__})
 
@@ -80,9 +78,7 @@ def _defines(module: ModuleType, name: str) -> bool:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hal.engines.sglang.kernels", description=__doc__)
-    parser.add_argument(
-        "--as", dest="taken", default="", help="modules to make of hal's functions, by commas"
-    )
+    parser.add_argument("--as", dest="taken", default="", help="modules to make of hal's functions, by commas")
     parser.add_argument("--path", help="a folder with submodules of the first of them, such as testing/")
     parser.add_argument("--over", default="", help="modules whose functions hal's replace, by commas")
     parser.add_argument("module", help="what is run, as by python -m; after --")

@@ -52,9 +52,7 @@ def layers_at(function: str, table: Tensor, item_size: int, count: int) -> list[
     return made
 
 
-def layers_of(
-    function: str, addresses: Sequence[int], item_size: int, ranges: Sequence[Range | None]
-) -> list[Tensor]:
+def layers_of(function: str, addresses: Sequence[int], item_size: int, ranges: Sequence[Range | None]) -> list[Tensor]:
     """The same of addresses in these allocations; None: one that nobody knows."""
     known = []
     for address, within in zip(addresses, ranges, strict=True):
@@ -118,9 +116,5 @@ class _Memory:
 def _bytes(address: int, size: int, device: str) -> Tensor:
     if device == "cpu":
         memory = (ctypes.c_ubyte * size).from_address(address)
-        return (
-            torch.frombuffer(memory, dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8, device=device)
-        )
+        return torch.frombuffer(memory, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device=device)
     return torch.as_tensor(_Memory(address, size), dtype=torch.uint8, device=device)

@@ -176,9 +176,7 @@ def extend_attention_fwd(
         if not skip_prefix:
             hal.extend_attention(q_extend, *prefix, o_extend, lse, causal=False, **{**options, **scales})
         if not skip_extend:
-            own, sums = (
-                (o_extend, lse) if skip_prefix else (torch.empty_like(o_extend), torch.empty_like(lse))
-            )
+            own, sums = (o_extend, lse) if skip_prefix else (torch.empty_like(o_extend), torch.empty_like(lse))
             hal.extend_attention(q_extend, *new, own, sums, causal=is_causal, **options)
             if not skip_prefix:
                 join_parts(o_extend, lse, own, sums, lse)
@@ -191,10 +189,7 @@ def extend_attention_fwd(
     qo, kv = qo_indptr.to(torch.int64), kv_indptr[: bs + 1].to(torch.int64)
     cached = int(kv[-1])
     rows = kv_indices[:cached].to(torch.int64)
-    k, v = (
-        torch.cat([cache.flatten(0, -3)[rows], new])
-        for cache, new in ((k_buffer, k_extend), (v_buffer, v_extend))
-    )
+    k, v = (torch.cat([cache.flatten(0, -3)[rows], new]) for cache, new in ((k_buffer, k_extend), (v_buffer, v_extend)))
 
     # Where each row of k and v comes in its request's list: cached ones before new ones.
     def count(end: int) -> Tensor:
@@ -227,12 +222,7 @@ def merge_state_triton(
 
 
 def merge_state_v2(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor | None = None,
-    s_merged: Tensor | None = None,
+    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`sgl_kernel`'s name for the same."""
     return merge_state_triton(v_a, s_a, v_b, s_b, v_merged, s_merged)
@@ -270,9 +260,7 @@ def _check_mask(function: str, mask: Tensor | None, mask_indptr: Tensor | None, 
     if mask_indptr is None:
         raise Unsupported(f"hal: {function}: custom_mask is set, and mask_indptr is not")
     if window >= 0:
-        raise Unsupported(
-            f"hal: {function}: sliding_window_size {window} beside custom_mask: hal has one or the other"
-        )
+        raise Unsupported(f"hal: {function}: sliding_window_size {window} beside custom_mask: hal has one or the other")
 
 
 def _plain(function: str, temperature: int, score_mod: Any, aux_tensors: Any) -> None:

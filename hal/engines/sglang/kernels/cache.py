@@ -73,12 +73,7 @@ def set_mla_kv_buffer(
 
 
 def set_mla_kv_buffer_triton(
-    kv_buffer: Tensor,
-    loc: Tensor,
-    cache_k_nope: Tensor,
-    cache_k_rope: Tensor,
-    *,
-    reserved_skip_index: int = 0,
+    kv_buffer: Tensor, loc: Tensor, cache_k_nope: Tensor, cache_k_rope: Tensor, *, reserved_skip_index: int = 0
 ) -> None:
     """The same by its other name."""
     set_mla_kv_buffer(kv_buffer, loc, cache_k_nope, cache_k_rope, reserved_skip_index=reserved_skip_index)
@@ -171,6 +166,4 @@ def _rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, is_neox: bool,
     else:
         refuse("apply_rope_with_cos_sin_cache_inplace", k_scale=getattr(fused, "k_scale", None))
         refuse("apply_rope_with_cos_sin_cache_inplace", v_scale=getattr(fused, "v_scale", None))
-    hal.rope_kv_write(
-        q, k, v, table, positions, k_cache, v_cache, fused.cache_loc, interleaved=not is_neox, **scales
-    )
+    hal.rope_kv_write(q, k, v, table, positions, k_cache, v_cache, fused.cache_loc, interleaved=not is_neox, **scales)

@@ -98,9 +98,7 @@ def create_flashinfer_kv_indices_triton(
     name = "create_flashinfer_kv_indices_triton"
     refuse(name, token_mapping=token_mapping)
     if ENTRY_PAGE_SIZE != 1:
-        raise Unsupported(
-            f"hal: {name}: ENTRY_PAGE_SIZE {ENTRY_PAGE_SIZE}: hal's tables have an entry a token"
-        )
+        raise Unsupported(f"hal: {name}: ENTRY_PAGE_SIZE {ENTRY_PAGE_SIZE}: hal's tables have an entry a token")
     indptr = kv_indptr[: req_pool_indices_ptr.shape[0] + 1]
     hal.build_kv_indices(
         req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, indptr, kv_indices_ptr, kv_start_idx

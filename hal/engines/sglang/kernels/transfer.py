@@ -59,8 +59,7 @@ def transfer_kv_all_layer_mla(
 ) -> None:  # fmt: skip
     """Likewise, of one buffer a layer."""
     src, dst = (
-        _layers("transfer_kv_all_layer_mla", layers, item_size, num_layers)
-        for layers in (src_layers, dst_layers)
+        _layers("transfer_kv_all_layer_mla", layers, item_size, num_layers) for layers in (src_layers, dst_layers)
     )
     _copy(src, dst, src_indices, dst_indices)
 
@@ -71,9 +70,7 @@ def transfer_kv_per_layer_pf_lf(
 ) -> None:  # fmt: skip
     """Rows of one layer out of a page_first buffer (`src_layout_dim` bytes a slot), k and v."""
     for src, dst in ((src_k, dst_k), (src_v, dst_v)):
-        transfer_kv_per_layer_mla_pf_lf(
-            src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
-        )
+        transfer_kv_per_layer_mla_pf_lf(src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -92,9 +89,7 @@ def transfer_kv_all_layer_lf_pf(
 ) -> None:  # fmt: skip
     """Rows of all layers into a page_first buffer, k and v."""
     for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        transfer_kv_all_layer_mla_lf_pf(
-            src, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
-        )
+        transfer_kv_all_layer_mla_lf_pf(src, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
 
 
 def transfer_kv_all_layer_mla_lf_pf(
@@ -147,12 +142,7 @@ def transfer_kv_direct(
 
 
 def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: Layers,
-    dst_ptrs: Layers,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    page_size: int,
+    src_ptrs: Layers, dst_ptrs: Layers, src_indices: Tensor, dst_indices: Tensor, layer_id: int, page_size: int
 ) -> None:
     """Rows of one layer out of page_first_direct buffers ``[P, L, page_size, ...]``: k and v, or one alone."""
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
@@ -169,9 +159,7 @@ def transfer_kv_all_layer_direct_lf_pf(
         _direct(dst, own, dst_indices, src_indices, page_size, load=False)
 
 
-def _direct(
-    pages: Tensor, layers: Layers, page_slots: Tensor, slots: Tensor, page_size: int, load: bool
-) -> None:
+def _direct(pages: Tensor, layers: Layers, page_slots: Tensor, slots: Tensor, page_size: int, load: bool) -> None:
     paged = hal.KVPool(pages, layout="page_first_direct", page_size=page_size)
     flat = hal.KVPool([t.view(t.shape[0], *pages.shape[3:]) for t in layers])
     if load:

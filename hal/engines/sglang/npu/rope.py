@@ -60,19 +60,7 @@ def split_qkv_rmsnorm_rope(
     table = _table(name, sin, cos, input.shape[0], is_neox_style)
     q, k, v = _split(name, input, (q_hidden_size, kv_hidden_size, kv_hidden_size))
     return _norm_rope(
-        name,
-        q,
-        k,
-        v,
-        head_dim,
-        table,
-        _rows(table),
-        not is_neox_style,
-        eps,
-        q_weight,
-        k_weight,
-        q_bias,
-        k_bias,
+        name, q, k, v, head_dim, table, _rows(table), not is_neox_style, eps, q_weight, k_weight, q_bias, k_bias
     )
 
 
@@ -101,9 +89,7 @@ def split_qkv_rmsnorm_rope_pos_cache_half_npu(
     if cos_sin_cache.shape[1] != (head_dim if rope_dim is None else rope_dim):
         raise ArgumentError(name, "rope_dim", f"the table's width {cos_sin_cache.shape[1]}", str(rope_dim))
     q, k, v = _split(name, input_tensor, (q_hidden_size, kv_hidden_size, kv_hidden_size))
-    return _norm_rope(
-        name, q, k, v, head_dim, cos_sin_cache, positions, False, eps, q_weight, k_weight, q_bias, k_bias
-    )
+    return _norm_rope(name, q, k, v, head_dim, cos_sin_cache, positions, False, eps, q_weight, k_weight, q_bias, k_bias)
 
 
 def split_qkvgate_gemma_rmsnorm_rope(
@@ -170,9 +156,7 @@ def _split(name: str, qkv: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
 def _table(name: str, sin: Tensor, cos: Tensor, n: int, halves: bool) -> Tensor:
     """``[n, rope_dim]`` of each token's cosines and sines, cos then sin, one a pair."""
     if sin.shape != cos.shape or sin.numel() != n * sin.shape[-1] or sin.shape[-1] % 2:
-        raise ArgumentError(
-            name, "sin", f"[{n}, ..., rope_dim], as cos", f"{tuple(sin.shape)}, {tuple(cos.shape)}"
-        )
+        raise ArgumentError(name, "sin", f"[{n}, ..., rope_dim], as cos", f"{tuple(sin.shape)}, {tuple(cos.shape)}")
     full = [t.reshape(n, t.shape[-1]) for t in (cos, sin)]
     half = full[0].shape[1] // 2
     looked_at = sin.device.type == "cpu" or current().checks == 2

@@ -84,14 +84,10 @@ def transfer_kv_dim_exchange(
     pools = [_pools(*pair, page_size=page_size) for pair in pairs]
     slots = [
         _pages(name, indices, page_size, min(p[side].num_slots for p in pools))
-        for side, (name, indices) in enumerate(
-            (("device_indices", device_indices), ("host_indices", host_indices))
-        )
+        for side, (name, indices) in enumerate((("device_indices", device_indices), ("host_indices", host_indices)))
     ]
     if slots[0].shape != slots[1].shape:
-        raise ArgumentError(
-            NAME, "host_indices", f"{len(slots[0])} slots, as device_indices", str(len(slots[1]))
-        )
+        raise ArgumentError(NAME, "host_indices", f"{len(slots[0])} slots, as device_indices", str(len(slots[1])))
     for device_pool, host_pool in pools:
         if way == 1:
             hal.kv_transfer(host_pool, device_pool, slots[1], slots[0])
@@ -132,10 +128,7 @@ def _pools(
             NAME, "host_k", f"device_k's layers and rows, {tuple(device_k.shape)}", str(tuple(host_k.shape))
         )
     device = hal.KVPool(
-        device_k.flatten(1, 2),
-        None if v[0] is None else v[0].flatten(1, 2),
-        layout="layer_first",
-        page_size=page_size,
+        device_k.flatten(1, 2), None if v[0] is None else v[0].flatten(1, 2), layout="layer_first", page_size=page_size
     )
     return device, hal.KVPool(host_k, v[1], layout="page_first_direct", page_size=page_size)
 
