@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like, float8_e4m3fn
 
+from hal.backends.cuda._device import next_power_of_2
 from hal.triton import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -136,7 +137,7 @@ def parts(dim: int) -> tuple[int, int]:
     """A head's elements as a power of two and the rest, padded to one; each at least 16, or 0 for no rest."""
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = dim - first
-    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+    return first, 0 if rest <= 0 else max(16, next_power_of_2(rest))
 
 
 def result(q: Tensor, v_cache: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ rows of a tile follow the host side's order, so that what goes over the bus is a
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import HalError
 from hal.backends.cuda._cache import Plans
-from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._device import multiprocessors, next_power_of_2, pdl
 from hal.kv.pool import KVPool, Plane
 from hal.triton import launch
 
@@ -44,7 +43,7 @@ def copy_rows_kernel(
         gdc_launch_dependents()
         gdc_wait()
     rows = n * units * CHUNKS
-    w = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
+    w = tl.arange(0, next_power_of_2(WORDS))[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         r = tile * ROWS + tl.arange(0, ROWS)
         there = r < rows
@@ -166,7 +165,7 @@ class _Group:
         words = chunk_bytes // word
         together = any(len(p.bases) > 1 and abs(p.bases[1] - p.bases[0]) < p.token_stride for p in (a, b))
         on = pdl(device.index if device.index is not None else -1)
-        self.rows = max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word)))
+        self.rows = max(1, min(64, TILE_BYTES // (next_power_of_2(words) * word)))
         self.launch = copy_rows_kernel.bind(
             SRC_PAGE=pages[0], DST_PAGE=pages[1], CHUNKS=self.chunks, WORDS=words,
             WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], ALIGN=align,

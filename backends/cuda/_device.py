@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator"
 """What the launchers of this backend ask about a device, once each."""
 
 from __future__ import annotations
@@ -5,8 +6,16 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 
 from hal.triton import launch
+
+
+@triton.constexpr_function
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is at least `n`. Triton's own is no function for kernels any more once SGLang is
+    imported, which puts a plain one in its place."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 @cache

@@ -8,7 +8,6 @@ the others leave normalised parts and their log-sum-exps, which the second kerne
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,7 +16,7 @@ from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
-from hal.backends.cuda._device import arch, multiprocessors, pdl
+from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
 from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
@@ -189,7 +188,7 @@ def tiles(
     group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int, fp8: bool = False
 ) -> tuple[int, int, int, int]:
     """(M, N, warps, stages): query heads and keys of a tile; `fp8`: of the cache."""
-    m = min(64, max(16, triton.next_power_of_2(group)))
+    m = min(64, max(16, next_power_of_2(group)))
     if dtype == torch.float32:
         return (16, 32, 4, 2 if arch < 100 else 1) if max(head_dim, v_head_dim) <= 128 else (16, 16, 8, 1)
     if head_dim > 256:
@@ -222,7 +221,7 @@ def _plan(
         m = 64 if hopper else 8
     blocks = kv_heads * -(-group // m)
     d0, d1 = _attention.parts(dim)
-    pad = max(16, triton.next_power_of_2(v_dim))
+    pad = max(16, next_power_of_2(v_dim))
     common = {
         "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
         "launch_pdl": on,

@@ -18,7 +18,7 @@ from hal._errors import ArgumentError
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
 from hal.backends.cuda._cache import scale_kind
-from hal.backends.cuda._device import arch, pdl
+from hal.backends.cuda._device import arch, next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.triton import launch
 from hal.triton.plans import MOST, Plan, Step, length, plans
@@ -287,7 +287,7 @@ def _plan(
         run = extend_attention_hopper_kernel.bind(**same, D=d0, REST=d1)
     else:
         run = extend_attention_kernel.bind(
-            **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, triton.next_power_of_2(v_dim)),
+            **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)),
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared,
         )  # fmt: skip
     return run, blocks, m // heads, tuple(s // unit for s in strides)

@@ -8,7 +8,6 @@ any is written, and no row belongs to two batches.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -16,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal._errors import ArgumentError, HalError
 from hal.backends.cuda._cache import Plans
 from hal.backends.cuda._copy import Tables, _strides
-from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._device import multiprocessors, next_power_of_2, pdl
 from hal.kv.pool import KVPool, Plane
 from hal.triton import launch
 
@@ -43,7 +42,7 @@ def move_rows_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    w = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
+    w = tl.arange(0, next_power_of_2(WORDS))[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         r = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         there = r < rows
@@ -76,7 +75,7 @@ class _Group:
             align = min(align, number & -number) if number else align
         word = min(align, 8)
         words = p.chunk_bytes // word
-        self.rows = max(1, min(64, TILE_BYTES // (triton.next_power_of_2(words) * word)))
+        self.rows = max(1, min(64, TILE_BYTES // (next_power_of_2(words) * word)))
         self.tables = Tables(device, [base for q in planes for base in q.bases])
         (self.bases,) = self.tables.tensors
         on = pdl(device.index if device.index is not None else -1)

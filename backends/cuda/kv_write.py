@@ -7,13 +7,12 @@ K_AT is where a row of k begins in its cache: behind the latent part where MLA k
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._cache import refuse_fp8, scale_kind
-from hal.backends.cuda._device import pdl
+from hal.backends.cuda._device import next_power_of_2, pdl
 from hal.backends.cuda.rope_kv_write import _store
 from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
 from hal.ops.spec import FP8
@@ -50,9 +49,9 @@ def kv_write_kernel(
     slot = tl.load(slots + token, token < n, other=-1).to(tl.int64)
     written = (slot >= 0) & (slot < num_slots)
     slot = tl.where(written, slot, 0)
-    i = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    i = tl.arange(0, next_power_of_2(DIM))[None, :]
     x = tl.load(k + token * k_token + head * k_head + i, written & (i < DIM), other=0.0)
-    j = tl.arange(0, triton.next_power_of_2(V_DIM))[None, :]
+    j = tl.arange(0, next_power_of_2(V_DIM))[None, :]
     y = tl.load(v + token * v_token + head * v_head + j, written & (j < V_DIM), other=0.0)
     to_k = k_cache + K_AT + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
     to_v = v_cache + slot // PAGE * vc_page + slot % PAGE * vc_token + head * vc_head + j

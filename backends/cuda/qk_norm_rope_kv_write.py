@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._cache import refuse_fp8
+from hal.backends.cuda._device import next_power_of_2
 from hal.backends.cuda.rope_kv_write import _angles, _load_pairs, _rotated, _store, _store_pairs, shape_of
 from hal.triton import launch
 from hal.triton.plans import Plan, Step, length, plans
@@ -24,7 +25,7 @@ ROWS = 8
 @triton.jit
 def _rest(row, mask, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """What of a head is not rotated."""
-    i = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))[None, :]
+    i = ROTARY + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY))[None, :]
     return tl.load(row + i, mask & (i < HEAD_DIM), other=0.0).to(tl.float32)
 
 
@@ -32,7 +33,7 @@ def _rest(row, mask, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
 def _store_rest(
     row, x, mask, scale, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, KIND: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
-    i = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))[None, :]
+    i = ROTARY + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY))[None, :]
     _store(row + i, x, mask & (i < HEAD_DIM), scale, KIND, FP8)
 
 
@@ -81,7 +82,7 @@ def qk_norm_rope_kv_write_kernel(
         gdc_launch_dependents()
         gdc_wait()
     HALF: tl.constexpr = ROTARY // 2
-    HALF_PAD: tl.constexpr = triton.next_power_of_2(HALF)
+    HALF_PAD: tl.constexpr = next_power_of_2(HALF)
     # A product with a constant is how Triton learns that rows are aligned; it ignores hints on parameters.
     q_token, q_head, k_token, k_head = q_token * UNIT, q_head * UNIT, k_token * UNIT, k_head * UNIT
     v_token, v_head = v_token * UNIT, v_head * UNIT
@@ -111,7 +112,7 @@ def qk_norm_rope_kv_write_kernel(
             at, known, k_weight, eps, cos_sin, position, known, HEAD_DIM, ROTARY, HALF_PAD, INTERLEAVED
         )
         if CACHE:
-            j = tl.arange(0, triton.next_power_of_2(V_HEAD_DIM))[None, :]
+            j = tl.arange(0, next_power_of_2(V_HEAD_DIM))[None, :]
             x = tl.load(v + token * v_token + head * v_head + j, known & (j < V_HEAD_DIM), other=0.0)
             slot = tl.load(slots + token, there, other=-1).to(tl.int64)
             written = known & (slot >= 0) & (slot < num_slots)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._cache import refuse_fp8, scale_kind
-from hal.backends.cuda._device import pdl
+from hal.backends.cuda._device import next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages_of_both, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -118,7 +118,7 @@ def rope_kv_write_kernel(
         gdc_launch_dependents()
         gdc_wait()
     HALF: tl.constexpr = ROTARY // 2
-    HALF_PAD: tl.constexpr = triton.next_power_of_2(HALF)
+    HALF_PAD: tl.constexpr = next_power_of_2(HALF)
     Q_PARTS: tl.constexpr = (Q_HEADS + Q_TILE - 1) // Q_TILE
     KV_PARTS: tl.constexpr = (KV_HEADS + KV_TILE - 1) // KV_TILE
     # A product with a constant is how Triton learns that rows are aligned; it ignores hints on parameters.
@@ -154,7 +154,7 @@ def rope_kv_write_kernel(
     else:
         first = (program // KV_PARTS).to(tl.int64) * KV_TOKENS
         head = (program % KV_PARTS * KV_TILE + tl.arange(0, KV_TILE))[:, None]
-        j = tl.arange(0, triton.next_power_of_2(V_HEAD_DIM))[None, :]
+        j = tl.arange(0, next_power_of_2(V_HEAD_DIM))[None, :]
         loaded = ()
         for i in tl.static_range(KV_TOKENS):
             row = k + (first + i) * k_token + head * k_head
@@ -186,7 +186,7 @@ def rope_kv_write_kernel(
                 _store_pairs(to_k, a, b, written, k_scale, HALF, HALF_PAD, INTERLEAVED, K_KIND, K_FP8)
                 _store(to_v + j, loaded[i][4], written & (j < V_HEAD_DIM), v_scale, V_KIND, V_FP8)
                 if ROTARY < HEAD_DIM:
-                    rest = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))[None, :]
+                    rest = ROTARY + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY))[None, :]
                     y = tl.load(at + rest, there & (rest < HEAD_DIM))
                     _store(to_k + rest, y, written & (rest < HEAD_DIM), k_scale, K_KIND, K_FP8)
             if WRITE_K:
@@ -237,8 +237,8 @@ def tiled(
     fewest = 0
     for most, q_rows, kv_rows, warps in tiles or next(found for heads, found in TILES if q_heads <= heads):
         # Of no heads there are no programs, whatever their tile.
-        q_tile = min(q_rows, triton.next_power_of_2(max(1, q_heads)))
-        kv_tile = min(kv_rows, triton.next_power_of_2(max(1, kv_heads)))
+        q_tile = min(q_rows, next_power_of_2(max(1, q_heads)))
+        kv_tile = min(kv_rows, next_power_of_2(max(1, kv_heads)))
         q_tokens, kv_tokens = q_rows // q_tile, kv_rows // kv_tile
         bound = rope_kv_write_kernel.bind(
             Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens,

@@ -144,15 +144,10 @@ def install_beside_cuda() -> None:
     global _failed
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from hal.engines.sglang.kernels._common import mend_triton
-
     for name, make in ATTENTION_BACKENDS.items():
         ATTENTION_BACKENDS[name] = functools.partial(_checked, make)
     try:
         require("sglang")
-        import sglang.srt.utils.common  # noqa: F401  (which breaks what is mended)
-
-        mend_triton()
         _replace(HICACHE, _look(HICACHE))
     except Exception as e:
         _failed = e if isinstance(e, HalError) else EngineError(f"hal: sglang can't run on hal: {e!r}")

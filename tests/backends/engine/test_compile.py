@@ -45,6 +45,14 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
         assert row.spills == 0, row
 
 
+def test_kernels_call_no_function_that_an_engine_replaces() -> None:
+    """SGLang puts a plain function in this one's place, which no kernel can call."""
+    import hal.backends.cuda
+
+    for file in Path(hal.backends.cuda.__file__).parent.glob("*.py"):
+        assert "triton.next_power_of_2" not in file.read_text(encoding="utf-8"), file.name
+
+
 @pytest.mark.parametrize("by_page", [True, False])
 def test_the_bench_s_decode_by_block_table_is_no_worse_off_than_the_op_s(by_page: bool) -> None:
     """Or its times would say nothing: no spills, and as many copies in flight."""

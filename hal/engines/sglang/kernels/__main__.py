@@ -19,7 +19,6 @@ from types import ModuleType
 from hal._errors import HalError
 from hal.engines import EngineError
 from hal.engines.sglang import kernels
-from hal.engines.sglang.kernels._common import mend_triton
 
 
 def take(name: str, folder: str | None = None) -> None:
@@ -92,8 +91,6 @@ def main(arguments: list[str]) -> int:
     except HalError as e:
         print(e, file=sys.stderr)
         return 2
-    if "sglang" in sys.modules and "triton" in sys.modules:
-        mend_triton()
     sys.argv = [given.module, *given.args]
     runpy.run_module(given.module, run_name="__main__", alter_sys=True)
     return 0

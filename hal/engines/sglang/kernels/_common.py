@@ -29,17 +29,6 @@ def refuse(function: str, **arguments: Any) -> None:
             )
 
 
-def mend_triton() -> None:
-    """SGLang puts a plain function in the place of Triton's `next_power_of_2`, which no kernel can call then: it is
-    made one that kernels can.
-    """
-    import triton
-    from triton.runtime.jit import ConstexprFunction
-
-    if not isinstance(triton.next_power_of_2, ConstexprFunction):
-        triton.next_power_of_2 = ConstexprFunction(triton.next_power_of_2)
-
-
 class Launched(Generic[P, R]):
     """A function that is also called as Triton's kernels are, ``kernel[grid](...)``; the grid says nothing to it."""
 
