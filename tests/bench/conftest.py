@@ -53,7 +53,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         kv_write: {"SIZES": (1, 5), "HEADS": (4, 2, 32), "MLA": (2, 64, 32)},
         kv_copy: {"HEADS": (4, 2, 32), "LAYERS": 2},
         hicache: {"SLOTS": 64, "FEW": 16, "MANY": 32, "KINDS": {"mha": (2, (2, 8), 2), "mla": (2, (1, 24), 1)},
-                  "_pinned": lambda n: torch.empty(n, dtype=torch.uint8, device="cpu")},
+                  "pinned_bytes": lambda n: torch.empty(n, dtype=torch.uint8, device="cpu")},
         rope: {"HEADS": (4, 2, 32), "MLA": (2, 64, 32), "SHAPES": {"llama3-8b": (4, 2, 32)},
                "TOKENS": {"llama3-8b": (1, 5)}, "TOKENS_E4M3": {"llama3-8b": (5,)}},
         attention: {"HEADS": (2, 1, 16), "LEAST_PAGES": 8, "DECODE": ((2, 20, 1.15),),

@@ -17,7 +17,7 @@ from torch import Tensor
 from hal import _host
 from hal.bench import OURS, Row, judge, peers, timing
 from hal.bench.cuda import inputs
-from hal.bench.cuda.kv_copy import _pinned
+from hal.bench.cuda.kv_copy import pinned_bytes
 from hal.engines.sglang import hicache as adapter
 from hal.kv.pool import KVPool
 
@@ -114,7 +114,7 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     on_device = there.to(inputs.DEVICE), here.to(inputs.DEVICE)
     nbytes = n * layers * row[0] * row[1] * 2 * halves
     flat = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE)
-    pinned = _pinned(nbytes)
+    pinned = pinned_bytes(nbytes)
     ours = _ours(kind, device, host)
     calls: dict[str, Callable[[], Any]] = {
         OURS: partial(_adapter, ours, way, layers, *on_device),

@@ -44,7 +44,7 @@ def _kv_transfer(op: str, layout: str, kind: str, page: int) -> list[Row]:
             a, b = (device, host) if direction == "d2h" else (host, device)
             s, d = (there, here) if direction == "d2h" else (here, there)
             gs, gd = on_device if direction == "d2h" else on_device[::-1]
-            flat, pinned = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE), _pinned(nbytes)
+            flat, pinned = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE), pinned_bytes(nbytes)
             calls: dict[str, Callable[[], Any]] = {
                 "hal direct": partial(move, a, b, s, d, method="direct"),
                 "hal kernel": partial(move, a, b, gs, gd, method="kernel"),
@@ -82,7 +82,7 @@ def kv_transfer(quick: bool = False) -> list[Row]:
 _pinned_memory: dict[int, Tensor] = {}
 
 
-def _pinned(nbytes: int) -> Tensor:
+def pinned_bytes(nbytes: int) -> Tensor:
     if nbytes not in _pinned_memory:
         _pinned_memory[nbytes] = _host.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return _pinned_memory[nbytes]

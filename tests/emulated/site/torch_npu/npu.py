@@ -247,7 +247,7 @@ class graph:
         capture_error_mode: str = "global",
     ) -> None:  # fmt: skip
         if pool is not None or auto_dispatch_capture or capture_error_mode != "global":
-            raise NotImplementedError("not emulated")
+            raise NotImplementedError("not emulated: a pool, automatic dispatch, or another mode of a capture")
         self.npu_graph, self.stream = npu_graph, stream
 
     def __enter__(self) -> None:
