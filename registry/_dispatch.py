@@ -19,6 +19,7 @@ import torch
 from hal import _env
 from hal._devices import parse_device
 from hal._errors import ArgumentError, NoBackendError, SelectionError
+from hal.ops._native import taker_of
 from hal.ops.spec import OpSpec, Signature
 from hal.registry import _generate, _scope, _select
 from hal.registry._discover import resolve
@@ -75,10 +76,13 @@ def _first(spec: OpSpec, values: dict[str, Any], backend: Any, kind: tuple[Any, 
         _check_values(spec, values, sig.device)
     scope = _scope.texts()
     run = _select.select(table, spec, sig, table.levels(backend, scope)).run
+    taker = taker_of(run)
     if kind is not None:
         # Unchecked, an argument may be what no key can be made of.
         with contextlib.suppress(Exception):
-            table.caches[spec.name][backend, scope, *kind[2:]] = run
+            table.caches[spec.name][backend, scope, *kind[2:]] = run, taker
+        if taker is not None:
+            return taker(kind[2], *values.values())
     return run(**values)
 
 
@@ -226,7 +230,10 @@ def _check_calls(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable
         if kind is not None:
             seen.add(kind)
 
-    fn = _generate.write_checked(spec, _run=run, _seen=seen, _first=first, _full=full, _check_values=_value_check(spec))
+    fn = _generate.write_checked(
+        spec, _run=run, _taker=taker_of(run), _seen=seen, _first=first, _full=full,
+        _check_values=_value_check(spec),
+    )  # fmt: skip
     fn.__doc__ = spec.doc
     fn.__signature__ = spec.signature  # type: ignore[attr-defined]
     return fn
@@ -256,9 +263,7 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> E
     if len(args) == 1 and isinstance(args[0], Signature):
         sig = args[0]
     else:
-        values = spec.bind(*args, **kwargs)
-        spec.check_call(values)
-        sig = spec.sign(values)
+        sig = spec.check_call(spec.bind(*args, **kwargs))
     explanation = _select.explain(table, spec, sig, table.levels(backend, _scope.texts()))[0]
     if explanation.chosen is not None and table.lane == "device":
         _need(sig.device, f"explain({op!r})")

@@ -1,8 +1,8 @@
 """Functions that are written as source, here alone: the dispatched ones, and those of `hal.torch_ops`.
 
 What that saves: a dispatched call of get_last_loc on the CPU takes 1.2 us more than the backend's own function. One
-function for all ops would read the contract at each call: 2.6 us for `OpSpec.bind`, 13 us for `OpSpec.sign`. The key of
-the tensors of a plain call is made in C (`hal.ops._native`).
+function for all ops would read the contract at each call: 2.6 us for `OpSpec.bind`, 13 us for `OpSpec.sign`. A plain
+call is read in C (`hal.ops._native`), once: what a backend has for it finds its plan by what was read.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from hal.ops._key import KEY_NAMES, shape_name
-from hal.ops._native import signer
-from hal.ops.spec import OpSpec, TensorArg
+from hal.ops._key import KEY_NAMES, key_sources, shape_name
+from hal.ops._native import readable, signer
+from hal.ops.spec import OpSpec
 
 # Names with an underscore are ours: no parameter of an op has one.
 _DISPATCHED = """
 def {name}({lenient}backend=None, **_unknown):
     _table = _live.table
-    _kind = _run = _signed = None
+    _kind = _run = _call = None
     try:
-        _kind = backend, _scope(), (_signed := _sign({tensors})) or {key}, {others}
-        _run = _table.caches[{name!r}][_kind]
+        _kind = backend, _scope(), (_call := _read({read})) or {key}{unread}
+        _run, _taker = _table.caches[{name!r}][_kind]
     except Exception:
         # Of a new kind, the first call of all, or of what has no key.
         pass
@@ -34,14 +34,16 @@ def {name}({lenient}backend=None, **_unknown):
         {own_sizes}
         if _table.checks == 2:
             _check_values({arguments})
+    if _taker is not None:
+        return _taker(_call, {arguments})
     return _run({call})
 """
 _CHECKED = """
 def {name}({params}):
     try:
-        _known = (_kind := ((_signed := _sign({tensors})) or {key}, {others})) in _seen
+        _known = (_kind := ((_call := _read({read})) or {key}{unread},)) in _seen
     except Exception:
-        _kind = _known = _signed = None
+        _kind = _known = _call = None
     if not _known:
         _first(_kind, {arguments})
     else:
@@ -50,6 +52,8 @@ def {name}({params}):
         {own_sizes}
         if _full:
             _check_values({arguments})
+    if _taker is not None:
+        return _taker(_call, {arguments})
     return _run({call})
 """
 
@@ -105,18 +109,20 @@ def _parts(spec: OpSpec) -> dict[str, str]:
     # A key looks at most shapes: what it has found, the sizes need not ask for again.
     shaped: list[str] = []
     sizes = spec.sizes_source(lambda name: shaped.append(name) or shape_name(name))  # type: ignore[func-returns-value]
-    key, others = spec.key_sources(shaped)
+    key = spec.key_source(shaped)
+    unread = {n: a for n, a in spec.args.items() if not readable(a)}
+    others = key_sources(unread, spec.static)[1] if unread else ""
     return {
         "name": spec.name,
         # Without `backend` nothing may follow the star.
         "params": parameters(spec).removesuffix("*, "),
         "lenient": parameters(spec, "=_missing"),
-        "tensors": ", ".join(n for n, a in spec.args.items() if isinstance(a, TensorArg)),
+        "read": ", ".join(n for n, a in spec.args.items() if readable(a)),
         "key": key,
-        "others": others,
+        "unread": f", {others}" if others else "",
         "arguments": ", ".join(spec.args),
-        # What is signed agrees in its sizes.
-        "sizes": sizes if sizes in ("True", "False") else f"_signed is None and ({sizes})",
+        # What was read agrees in its sizes.
+        "sizes": sizes if sizes in ("True", "False") else f"_call is None and ({sizes})",
         "own_sizes": f"else: _check_sizes({', '.join(spec.args)})" if spec.check_sizes else "",
         "call": ", ".join(
             f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in spec.signature.parameters.values()
@@ -133,6 +139,6 @@ def _checks(spec: OpSpec) -> dict[str, Any]:
     return {
         "_check_call": check_call,
         "_check_sizes": spec.check_sizes,
-        "_sign": signer(spec.args, spec.static),
+        "_read": signer(spec.args, spec.static),
         **KEY_NAMES,
     }

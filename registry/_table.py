@@ -62,7 +62,10 @@ class Table:
             (environment["HAL_BACKEND"], "HAL_BACKEND={}"),
         )
         self.choices = tuple(self.parse(text, shown) for text, shown in named if text)
-        self.caches: dict[str, dict[Any, Callable[..., Any]]] = {op: {} for op in self.op_names}
+        self.caches: dict[str, dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]]] = {
+            op: {} for op in self.op_names
+        }
+        """By the kind of call: the backend's function, and what takes over a call that was read, if it does."""
         self.warned = set() if warned is None else warned
 
     def parse(self, text: str, shown: str) -> Choice:

@@ -10,10 +10,11 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty, empty_like, float8_e4m3fn
+from torch import Tensor, float8_e4m3fn
 
 from hal.backends.cuda._device import next_power_of_2
 from hal.triton import launch
+from hal.triton.plans import RESULT, Result
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -140,11 +141,16 @@ def parts(dim: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(16, next_power_of_2(rest))
 
 
-def result(q: Tensor, v_cache: Tensor) -> Tensor:
-    """What the ops return where they are given no `out`."""
-    if q.size(-1) == v_cache.size(-1) and q.is_contiguous():
-        return empty_like(q)  # a microsecond less
-    return empty(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+def result(q: Tensor, v_cache: Tensor, out: Tensor | None) -> tuple[str | Result, str, tuple[int, int]]:
+    """What the ops return, what it is called as a kernel's argument, and its strides: `out`, or a new tensor."""
+    if out is not None:
+        return "out", "out", (out.stride(0), out.stride(1))
+    return Result("q", v_cache.shape[-1]), RESULT, (q.shape[1] * v_cache.shape[-1], v_cache.shape[-1])
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all begin on a multiple of 16 bytes; a new tensor does."""
+    return not any(t.data_ptr() & 15 for t in tensors if t is not None)
 
 
 def shared(k_cache: Tensor, v_cache: Tensor) -> bool:

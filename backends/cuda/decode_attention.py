@@ -199,7 +199,7 @@ def tiles(
 
 
 def _plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, window: bool, cap: bool,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, window: bool, cap: bool,
     k_scale: object, v_scale: object, shared: bool, plain: bool,
 ) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
@@ -212,7 +212,7 @@ def _plan(
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
-    strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
+    strides = (*q.stride()[:2], *kc, *vc, *row)
     unit = copy_unit(strides)
     hopper = plain and not cap and not window and k_page == 1 and k_scale is None and v_scale is None
     hopper = hopper and for_hopper(q, k_cache, v_cache, unit, shared)
@@ -281,38 +281,41 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
 
 @plans
 def _plans(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor, lse: Tensor | None,
-    k_scale: object, v_scale: object, scale: float, sliding_window: int, logit_cap: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor | None,
+    lse: Tensor | None, scale: float, sliding_window: int, logit_cap: float, k_scale: object, v_scale: object,
 ) -> Plan:  # fmt: skip
     nnz, (_, q_heads, _), v_dim = kv_indices.shape[0], q.shape, v_cache.shape[-1]
+    returns, to, row = _attention.result(q, v_cache, out)
     if nnz >= 2**31:
         raise ArgumentError("decode_attention", "kv_indices", "fewer than 2^31 entries, on cuda", str(nnz))
     if not q_heads:
-        return Plan(())
+        return Plan((), returns=returns)
     shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
+    plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
     run, merge, blocks, programs, strides = _plan(
-        q, k_cache, v_cache, out, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
+        q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     lines = length("q", times=q_heads) + programs * q_heads
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
     last = (length("kv_indices"), length("q"), programs, max(0, min(sliding_window, 2**31 - 2)))
     some = (("q", 0, 2**31),)
     to_run = (
-        "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "out", "lse", part, sums, "k_scale", "v_scale", *strides,
+        "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
         length("k_cache", by=page_size(k_cache)), *last, "scale", "logit_cap",
     )  # fmt: skip
-    to_merge = ("kv_indptr", part, sums, "out", "lse", *out.stride()[:2], *last)
+    to_merge = ("kv_indptr", part, sums, to, "lse", *row, *last)
     return Plan(
         (
             Step(run, length("q", times=blocks) + programs * blocks, to_run, some),
             Step(merge, length("q", times=q_heads), to_merge, some),
         ),
         lines.times(v_dim + 1),
+        returns,
     )
 
 
+@_plans.launcher
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -328,12 +331,9 @@ def decode_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = _attention.result(q, v_cache)
-    _plans.start(
-        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, k_scale, v_scale, scale, sliding_window, logit_cap
+    return _plans.start(  # type: ignore[no-any-return]
+        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, k_scale, v_scale
     )
-    return out
 
 
 def supports(sig: object) -> str | None:

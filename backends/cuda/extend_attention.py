@@ -253,8 +253,8 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
 
 
 def _plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, causal: bool, window: bool, cap: bool,
-    k_scale: object, v_scale: object, shared: bool, plain: bool,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, causal: bool, window: bool,
+    cap: bool, k_scale: object, v_scale: object, shared: bool, plain: bool,
 ) -> tuple[launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
@@ -263,7 +263,7 @@ def _plan(
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
         v_page = 0
-    strides = (*q.stride()[:2], *kc, *vc, *out.stride()[:2])
+    strides = (*q.stride()[:2], *kc, *vc, *row)
     unit = copy_unit(strides)
     on = pdl(device)
     hopper = plain and k_scale is None and v_scale is None and for_hopper(q, k_cache, v_cache, unit, shared)
@@ -295,31 +295,33 @@ def _plan(
 
 @plans
 def _plans(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor,
-    lse: Tensor | None, k_scale: object, v_scale: object, scale: float, causal: bool, sliding_window: int,
-    logit_cap: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+    out: Tensor | None, lse: Tensor | None, scale: float, causal: bool, sliding_window: int, logit_cap: float,
+    k_scale: object, v_scale: object,
 ) -> Plan:  # fmt: skip
     n, nnz = q.shape[0], kv_indices.shape[0]
+    returns, to, row = _attention.result(q, v_cache, out)
     if max(n, nnz) > MOST:
         raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
     if not q.shape[1]:
-        return Plan(())
+        return Plan((), returns=returns)
     window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = not (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()) & 15 and scale >= 0
+    plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
     run, blocks, tokens, strides = _plan(
-        q, k_cache, v_cache, out, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
+        q, k_cache, v_cache, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     bs = length("qo_indptr") + -1
     around = length("q", per=tokens) + bs
     args = (
-        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", "out", "lse", "k_scale", "v_scale", *strides,
+        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", to, "lse", "k_scale", "v_scale", *strides,
         length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, around,
         max(0, min(sliding_window, 2**30)), "scale", "logit_cap",
     )  # fmt: skip
-    return Plan((Step(run, around.times(blocks), args, (("q", 0, MOST), ("qo_indptr", 1, MOST))),))
+    return Plan((Step(run, around.times(blocks), args, (("q", 0, MOST), ("qo_indptr", 1, MOST))),), returns=returns)
 
 
+@_plans.launcher
 def extend_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -337,13 +339,10 @@ def extend_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    if out is None:
-        out = _attention.result(q, v_cache)
-    _plans.start(
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, k_scale, v_scale, scale, causal,
-        sliding_window, logit_cap,
+    return _plans.start(  # type: ignore[no-any-return]
+        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, causal, sliding_window, logit_cap,
+        k_scale, v_scale,
     )  # fmt: skip
-    return out
 
 
 def supports(sig: object) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor, empty_like
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import pdl
 from hal.triton import launch
-from hal.triton.plans import Plan, Step, length, plans
+from hal.triton.plans import RESULT, Plan, Result, Step, length, plans
 
 BLOCK = 128
 
@@ -38,20 +38,19 @@ def last_loc_kernel(
 
 
 @plans
-def _plans(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor, out: Tensor) -> Plan:
+def _plans(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Plan:
     on = pdl(req_to_token.get_device())
     run = last_loc_kernel.bind(PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
     args = (
-        "req_to_token", "req_pool_indices", "prefix_lens", "out", length("out"), length("req_to_token"),
+        "req_to_token", "req_pool_indices", "prefix_lens", RESULT, length("prefix_lens"), length("req_to_token"),
         req_to_token.shape[1], req_to_token.stride(0),
     )  # fmt: skip
-    return Plan((Step(run, length("out", per=BLOCK), args),))
+    return Plan((Step(run, length("prefix_lens", per=BLOCK), args),), returns=Result("prefix_lens"))
 
 
+@_plans.launcher
 def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
-    out = empty_like(prefix_lens)
-    _plans.start(req_to_token, req_pool_indices, prefix_lens, out)
-    return out
+    return _plans.start(req_to_token, req_pool_indices, prefix_lens)  # type: ignore[no-any-return]
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -79,6 +79,7 @@ def _plans(
     return Plan((Step(run, length("k", by=heads, per=ROWS), args),))
 
 
+@_plans.launcher
 def kv_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,

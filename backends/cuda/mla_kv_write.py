@@ -36,6 +36,7 @@ def _plans(kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, kv_
     return Plan((Step(run, length("kv_lora", per=ROWS), args),))
 
 
+@_plans.launcher
 def mla_kv_write(
     kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, *, kv_scale: float | Tensor | None = None
 ) -> None:

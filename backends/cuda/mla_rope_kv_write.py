@@ -21,7 +21,7 @@ TILES = ((96, 16, 1, 1), (1024, 32, 2, 2), (MANY, 32, 4, 4))
 @plans
 def _plans(
     q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin_cache: Tensor, positions: Tensor, kv_cache: Tensor,
-    slots: Tensor, kv_scale: object, interleaved: bool, write_k: bool,
+    slots: Tensor, interleaved: bool, kv_scale: object, write_k: bool,
 ) -> Plan:  # fmt: skip
     page, cache = fuse_pages(kv_cache, row_dims=1)
     strides = (*q_rope.stride()[:2], k_rope.stride(0), 0, kv_lora.stride(0), 0, *cache, *cache)
@@ -39,11 +39,12 @@ def _plans(
     )  # fmt: skip
 
 
+@_plans.launcher
 def mla_rope_kv_write(
     q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin_cache: Tensor, positions: Tensor, kv_cache: Tensor,
     slots: Tensor, *, interleaved: bool = False, kv_scale: float | Tensor | None = None, write_k: bool = True,
 ) -> None:  # fmt: skip
-    _plans.start(q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots, kv_scale, interleaved, write_k)
+    _plans.start(q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots, interleaved, kv_scale, write_k)
 
 
 def supports(sig: Any) -> str | None:

@@ -133,31 +133,31 @@ def qk_norm_rope_kv_write_kernel(
 def _plans(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
     positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, slots: Tensor | None, eps: float,
-    k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
+    interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
 ) -> Plan:  # fmt: skip
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
+    v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     run = qk_norm_rope_kv_write_kernel.bind(
         Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static,
     )  # fmt: skip
     args = (
-        "q", "k", "v", "q_weight", "k_weight", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale",
-        "v_scale", "eps", *units, length("cos_sin_cache"), num_slots, length("q"),
+        "q", "k", v_, "q_weight", "k_weight", "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", "eps",
+        *units, length("cos_sin_cache"), num_slots, length("q"),
     )  # fmt: skip
     programs = length("q", by=k.shape[1], per=ROWS) + length("q", by=q.shape[1], per=ROWS)
     return Plan((Step(run, programs, args),))
 
 
+@_plans.launcher
 def qk_norm_rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
     positions: Tensor, k_cache: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, *,
     eps: float = 1e-6, interleaved: bool = False, k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None, write_k: bool = True,
 ) -> None:  # fmt: skip
-    if k_cache is None or v_cache is None or v is None:
-        v = k_cache = v_cache = slots = None
     _plans.start(
-        q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, eps, k_scale, v_scale,
-        interleaved, write_k,
+        q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, eps, interleaved, k_scale,
+        v_scale, write_k,
     )  # fmt: skip
 
 

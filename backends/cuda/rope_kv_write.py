@@ -196,12 +196,13 @@ def rope_kv_write_kernel(
 @plans
 def _plans(
     q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor, k_cache: Tensor | None,
-    v_cache: Tensor | None, slots: Tensor | None, k_scale: object, v_scale: object, interleaved: bool, write_k: bool,
+    v_cache: Tensor | None, slots: Tensor | None, interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
 ) -> Plan:  # fmt: skip
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
+    v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     args = (
-        "q", "k", "v", "cos_sin_cache", "positions", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
-        *units, length("cos_sin_cache"), num_slots, length("q"),
+        "q", "k", v_, "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", *units, length("cos_sin_cache"),
+        num_slots, length("q"),
     )  # fmt: skip
     return tiled("q", args, q.shape[1], k.shape[1], ROTARY=cos_sin_cache.shape[1], K_AT=0, **static)
 
@@ -223,7 +224,7 @@ def shape_of(
     fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
     static = {
         "HEAD_DIM": q.shape[2], "V_HEAD_DIM": v_head_dim, "PAGE": page, "INTERLEAVED": bool(interleaved),
-        "CACHE": k_cache is not None, "WRITE_K": bool(write_k), "K_FP8": fp8[0], "V_FP8": fp8[1],
+        "CACHE": num_slots != Size(), "WRITE_K": bool(write_k), "K_FP8": fp8[0], "V_FP8": fp8[1],
         "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale), "UNIT": unit, "PDL": on, "launch_pdl": on,
     }  # fmt: skip
     return [s // unit for s in strides], num_slots, static
@@ -251,15 +252,14 @@ def tiled(
     return Plan(tuple(steps))
 
 
+@_plans.launcher
 def rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor,
     k_cache: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, *,
     interleaved: bool = False, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:  # fmt: skip
-    if k_cache is None or v_cache is None or v is None:
-        v = k_cache = v_cache = slots = None
-    _plans.start(q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, k_scale, v_scale, interleaved, write_k)
+    _plans.start(q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, interleaved, k_scale, v_scale, write_k)
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -21,6 +21,7 @@ from hal._remote.memory import Memory, Placed
 from hal._remote.target import Bound, Target
 from hal._remote.watch import code_of, watch
 from hal._remote.wire import Arguments, Task
+from hal.ops._native import taker_of
 from hal.ops.spec import SHORT, describe
 
 Answer = dict[str, Any]
@@ -118,7 +119,7 @@ def call(hands: Hands, task: Task) -> Answer:
     own = code_of(bound.fn)
     foreign = {c: o for c, o in hands.foreign(op).items() if c is not own}
     standing = around(task.options.get("around"))
-    with watch(foreign, own) as seen, warnings.catch_warnings(), placed.guarded(), standing:
+    with watch(foreign, own, taker_of(bound.fn)) as seen, warnings.catch_warnings(), placed.guarded(), standing:
         warnings.simplefilter("error", FallbackWarning)
         try:
             if how == "bound":

@@ -20,10 +20,12 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
 
 
 @contextmanager
-def watch(foreign: Mapping[CodeType, str], own: CodeType | None = None) -> Iterator[set[str]]:
+def watch(
+    foreign: Mapping[CodeType, str], own: CodeType | None = None, taker: Callable[..., Any] | None = None
+) -> Iterator[set[str]]:
     """Collects the owners of `foreign` code that runs inside, in any thread started there.
 
-    The set also gets ``"own"`` once `own` has run.
+    The set also gets ``"own"`` once `own` has run, or the `taker` of its calls, which is C's.
     """
     seen: set[str] = set()
     whose = {id(code): owner for code, owner in foreign.items()}
@@ -35,6 +37,8 @@ def watch(foreign: Mapping[CodeType, str], own: CodeType | None = None) -> Itera
             owner = whose.get(id(frame.f_code))
             if owner is not None:
                 seen.add(owner)
+        elif event == "c_call" and taker is not None and arg == taker:
+            seen.add("own")
 
     before, before_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(hook)

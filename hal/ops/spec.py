@@ -200,10 +200,6 @@ class OpSpec:
         """Python source of a tuple that determines `sign`'s result and that of the checks; see `hal.ops._key`."""
         return _key.key_source(self.args, self.static, shaped)
 
-    def key_sources(self, shaped: Collection[str] = ()) -> tuple[str, str]:
-        """`key_source` in two: what tensors add, and what other arguments do."""
-        return _key.key_sources(self.args, self.static, shaped)
-
     def sizes_source(self, shape: Callable[[str], str] = "{}.shape".format) -> str:
         """Python source of an expression that is true where the dynamic sizes of a call disagree."""
         return _key.sizes_source(self.args, self.static, shape)

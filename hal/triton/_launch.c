@@ -1,35 +1,26 @@
-/* The warm path of hal/triton/launch.py: from a call's arguments to cuLaunchKernelEx.
+/* The warm path of hal/triton/launch.py: from a call's arguments to cuLaunchKernelEx. Part of hal/ops/_call.c.
 
    Tensors are read through DLPack's exchange interface (torch 2.10 and later), by which a pointer, a dtype and a
    device cost no Python call. What this file doesn't know (a form not compiled yet, a hook, another context, an
    argument of another kind) goes to `slow`, Triton's own launch, which keeps every rule; this one only skips work. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <pthread.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include "cuda.h"
 
-typedef struct { void *data; struct { int32_t type, id; } device; int32_t ndim;
-                 struct { uint8_t code, bits; uint16_t lanes; } dtype;
-                 int64_t *shape, *strides; uint64_t byte_offset; } Tensor;
-typedef struct { struct { uint32_t major, minor; } version; void *previous; void *allocate, *from_object, *to_object;
-                 int (*read)(void *object, Tensor *out);
-                 int (*stream)(int32_t type, int32_t id, void **out); } Exchange;
+/* Of cuda.h, which not every machine has. */
+typedef int CUresult, CUdevice;
+typedef void *CUfunction, *CUstream;
+enum { CUDA_SUCCESS = 0, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+typedef struct { int id; char pad[4]; union { char all[64]; int allowed; } value; } CUlaunchAttribute;
+typedef struct { unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+                 CUstream hStream; CUlaunchAttribute *attrs; unsigned numAttrs; } CUlaunchConfig;
 
 enum { MOST = 64 };
 enum { SPECIALISED = 1, TYPED = 2 };              /* a parameter's bits */
 enum { WIDE = 2 << 4 };                           /* in an integer's key: u64 */
-enum { POINTER = 1 << 28, NONE = 2 << 28, BOOL = 3 << 28, FLOAT = 4 << 28, INT = 5 << 28 };
 
-static const Exchange *exchange;
-static int32_t device_type;
 static CUresult (*start)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*current_device)(CUdevice *);
 static CUresult (*captures)(CUstream, int *);
-static PyObject *runtime, *compilation, *enter, *leave, *tensor_type, *parameter_type;
-static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation;
+static PyObject *runtime, *compilation, *enter, *leave, *empty_strided;
+static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation, *s_dtype;
 
 typedef struct Form {                              /* a compiled kernel */
   struct Form *next;
@@ -49,8 +40,6 @@ typedef struct {
   uint8_t params[MOST];
 } Launch;
 
-typedef union { uint64_t u; int64_t i; int32_t w; float f; double d; uint8_t b; } Value;
-
 /* What an int adds to a key. */
 static uint32_t integer(uint8_t param, int64_t v) {
   uint32_t class = param & SPECIALISED ? (v == 1 ? 1 : (v & 15) == 0 ? 2 : 0) : 0;
@@ -60,7 +49,7 @@ static uint32_t integer(uint8_t param, int64_t v) {
 /* An argument as a value and as its part of the key: all that Triton specialises on. 0: not for this path. */
 static int read_argument(uint8_t param, PyObject *a, uint32_t *key, Value *value, int *device) {
   PyTypeObject *type = Py_TYPE(a);
-  if ((PyObject *)type == tensor_type || (PyObject *)type == parameter_type) {
+  if (is_tensor(a)) {
     Tensor t;
     if (exchange->read(a, &t) != 0) { PyErr_Clear(); return 0; }
     if (t.device.type != device_type || (*device >= 0 && t.device.id != *device)) return 0;
@@ -189,10 +178,12 @@ static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
   return 1;
 }
 
-static PyObject *begin(Started *all, int count, void *stream, pthread_mutex_t *together) {
+/* 0: it failed, and says so. */
+static int begin(Started *all, int count, void *stream, pthread_mutex_t *together) {
   CUlaunchAttribute attribute;
-  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attribute.value.programmaticStreamSerializationAllowed = 1;
+  memset(&attribute, 0, sizeof attribute);
+  attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.allowed = 1;
   CUresult code = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS
   if (together != NULL) pthread_mutex_lock(together);
@@ -206,8 +197,8 @@ static PyObject *begin(Started *all, int count, void *stream, pthread_mutex_t *t
   }
   if (together != NULL) pthread_mutex_unlock(together);
   Py_END_ALLOW_THREADS
-  if (code == CUDA_SUCCESS) Py_RETURN_NONE;
-  return PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
+  if (code != CUDA_SUCCESS) PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
+  return code == CUDA_SUCCESS;
 }
 
 static int grid_of(PyObject *grid, unsigned out[3]) {
@@ -233,7 +224,7 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t nargsf, Py
       || !read_arguments(self, args + 1, key, s.values, &device) || current_device(&now) != CUDA_SUCCESS || now != device
       || !ready(self, key, device, &s)) goto slow;
   if (s.grid[0] == 0 || s.grid[1] == 0 || s.grid[2] == 0) Py_RETURN_NONE;
-  if (exchange->stream(device_type, device, &stream) == 0) return begin(&s, 1, stream, NULL);
+  if (exchange->stream(device_type, device, &stream) == 0) return begin(&s, 1, stream, NULL) ? Py_NewRef(Py_None) : NULL;
 slow:
   PyErr_Clear();
   return PyObject_Vectorcall(self->slow, args, nargsf, names);
@@ -335,21 +326,17 @@ static PyTypeObject launch_type = {
 
 #include "_plans.c"
 
-/* setup(exchange, device type, cuLaunchKernelEx, cuCtxGetDevice, cuStreamIsCapturing, runtime knobs, compilation knobs, Tensor, Parameter) */
-static PyObject *setup(PyObject *module, PyObject *given) {
-  PyObject *capsule, *r, *c, *t, *p;
+/* drive(device type, cuLaunchKernelEx, cuCtxGetDevice, cuStreamIsCapturing, runtime knobs, compilation knobs,
+   what makes a tensor of sizes, strides and a dtype on the current device) */
+static PyObject *drive(PyObject *module, PyObject *given) {
+  PyObject *r, *c, *e;
   unsigned long long launch, device, capturing;
   int type;
   (void)module;
-  if (!PyArg_ParseTuple(given, "OiKKKOOOO", &capsule, &type, &launch, &device, &capturing, &r, &c, &t, &p)) return NULL;
-  const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  if (api == NULL) return NULL;
-  if (api->version.major != 1 || api->read == NULL || api->stream == NULL)
-    return PyErr_Format(PyExc_RuntimeError, "DLPack exchange interface %u.%u", api->version.major, api->version.minor);
+  if (!PyArg_ParseTuple(given, "iKKKOOO", &type, &launch, &device, &capturing, &r, &c, &e)) return NULL;
   PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
   if (after == NULL) { Py_XDECREF(before); return NULL; }
   /* Nothing has failed: all of it from here on, or nothing. */
-  exchange = api;
   device_type = type;
   start = (CUresult (*)(const CUlaunchConfig *, CUfunction, void **, void **))(uintptr_t)launch;
   current_device = (CUresult (*)(CUdevice *))(uintptr_t)device;
@@ -358,24 +345,6 @@ static PyObject *setup(PyObject *module, PyObject *given) {
   Py_XSETREF(leave, after);
   Py_XSETREF(runtime, Py_NewRef(r));
   Py_XSETREF(compilation, Py_NewRef(c));
-  Py_XSETREF(tensor_type, Py_NewRef(t));
-  Py_XSETREF(parameter_type, Py_NewRef(p));
+  Py_XSETREF(empty_strided, Py_NewRef(e));
   Py_RETURN_NONE;
-}
-
-static PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "hal_launch", NULL, -1, functions, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit_hal_launch(void) {
-  s_enter = PyUnicode_InternFromString("launch_enter_hook");
-  s_leave = PyUnicode_InternFromString("launch_exit_hook");
-  s_calls = PyUnicode_InternFromString("calls");
-  s_debug = PyUnicode_InternFromString("debug");
-  s_instrumentation = PyUnicode_InternFromString("instrumentation_mode");
-  if (s_enter == NULL || s_leave == NULL || s_calls == NULL || s_debug == NULL || s_instrumentation == NULL) return NULL;
-  if (PyType_Ready(&launch_type) < 0 || PyType_Ready(&plans_type) < 0) return NULL;
-  PyObject *m = PyModule_Create(&module);
-  if (m != NULL && (PyModule_AddObjectRef(m, "Launch", (PyObject *)&launch_type) < 0
-                    || PyModule_AddObjectRef(m, "Plans", (PyObject *)&plans_type) < 0)) Py_CLEAR(m);
-  return m;
 }

@@ -1,18 +1,16 @@
 /* A warm call of an op, from its arguments to its launches: part of _launch.c.
 
-   The key of a call is all that plans depend on: of a tensor its dtype, alignment, sizes but the first, strides, and
-   which earlier argument begins where it does; of an int or bool its value; of a float its sign. What is left (pointers,
-   first sizes, floats) goes where the plan says. Whatever is not known, or not as before, is for `slow`. */
+   A plan is found by the words that _call.c reads off a call; pointers, first sizes and floats go where the plan says.
+   Whatever is not known, or not as before, is for `slow`, with the call as it was read. */
 
-enum { ARGUMENTS = 24, STEPS = 4, TERMS = 2, RANGES = 2, WORDS = 512, BUCKETS = 256, PLANS = 4096,
-       LONGEST = INT32_MAX - 1023 };
+enum { STEPS = 4, TERMS = 2, RANGES = 2, BUCKETS = 256, PLANS = 4096 };
 
 typedef struct { int64_t start; int count; struct { int arg; int64_t by, per, times; } term[TERMS]; } Size;
 typedef struct { char kind; int arg; uint32_t key; Value value; Size size; } Source;   /* a constant, arg, size, scratch */
 typedef struct { Launch *launch; int ranges; struct { int arg; int64_t low, high; } range[RANGES]; Size grid;
                  Source sources[MOST]; } Step;
-typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, scratched; Size scratch; Step *steps;
-                      int64_t key[]; } Plan;
+typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, scratched, returns; int64_t last;
+                      Size scratch; Step *steps; int64_t key[]; } Plan;
 typedef struct Scratch { struct Scratch *next; int device; void *stream; int64_t size; uint64_t at; } Scratch;
 
 typedef struct {
@@ -24,63 +22,8 @@ typedef struct {
   Scratch *scratch;
 } Plans;
 
-typedef struct { uint32_t key; Value value; int64_t length; } Argument;
-typedef struct { int64_t key[WORDS]; size_t words; uint64_t hash; int device; Argument args[ARGUMENTS]; } Call;
-
 /* The pairs of launches that share a scratch: another thread's must not come in between. */
 static pthread_mutex_t pairs = PTHREAD_MUTEX_INITIALIZER;
-
-static int read_call(Plans *self, PyObject *const *args, Call *to) {
-  size_t w = 1;
-  to->device = -1;
-  for (Py_ssize_t n = 0; n < self->count; n++) {
-    PyObject *a = args[n];
-    PyTypeObject *type = Py_TYPE(a);
-    Argument *arg = &to->args[n];
-    if ((PyObject *)type == tensor_type || (PyObject *)type == parameter_type) {
-      Tensor t;
-      if (exchange->read(a, &t) != 0 || t.device.type != device_type || t.dtype.lanes != 1 || t.strides == NULL
-          || (to->device >= 0 && t.device.id != to->device) || w + 2u * (size_t)t.ndim + 1u > WORDS) return 0;
-      to->device = t.device.id;
-      arg->value.u = (uint64_t)(uintptr_t)t.data + t.byte_offset;
-      uint32_t aligned = (arg->value.u & 15) == 0;
-      arg->key = POINTER | (uint32_t)t.dtype.code << 12 | (uint32_t)t.dtype.bits << 4 | aligned;
-      arg->length = t.ndim ? t.shape[0] : 1;
-      if (arg->length > LONGEST) return 0;
-      Py_ssize_t same = 0;
-      while (!(to->args[same].key >> 28 == POINTER >> 28 && to->args[same].value.u == arg->value.u)) same++;
-      to->key[w++] = (int64_t)arg->key | (int64_t)t.ndim << 32 | (int64_t)same << 40;
-      for (int i = 1; i < t.ndim; i++) to->key[w++] = t.shape[i];
-      for (int i = 0; i < t.ndim; i++) to->key[w++] = t.strides[i];
-      continue;
-    }
-    if (w + 2 > WORDS) return 0;
-    arg->length = -1;
-    arg->key = FLOAT;
-    if (a == Py_None) {
-      arg->value.u = 0;
-      to->key[w++] = arg->key = NONE;
-    } else if (type == &PyFloat_Type) {
-      double v = arg->value.d = PyFloat_AS_DOUBLE(a);
-      to->key[w++] = FLOAT | (v > 0 ? 1 : v < 0 ? 2 : v == 0 ? 3 : 4);
-    } else if (type == &PyBool_Type || type == &PyLong_Type) {
-      int over;
-      int64_t v = PyLong_AsLongLongAndOverflow(a, &over);
-      if (over) return 0;
-      arg->value.d = (double)v;
-      to->key[w++] = type == &PyBool_Type ? BOOL : INT;
-      to->key[w++] = v;
-    } else {
-      return 0;
-    }
-  }
-  to->key[0] = to->device;
-  to->words = w;
-  to->hash = 0;
-  for (size_t i = 0; i < w; i++) to->hash = (to->hash ^ (uint64_t)to->key[i]) * 0x9E3779B97F4A7C15u;
-  to->hash ^= to->hash >> 32;
-  return to->device >= 0;
-}
 
 static Plan *plan_of(Plans *self, const Call *call) {
   for (Plan *p = self->buckets[call->hash % BUCKETS]; p != NULL; p = p->next)
@@ -122,39 +65,100 @@ static void take(const Step *step, const Call *call, uint64_t scratch, uint32_t 
   }
 }
 
-static PyObject *warm(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names) {
-  Plans *self = (Plans *)object;
-  Call call;
-  Started started[STEPS];
+/* A new contiguous tensor like an argument, its last size `last`; read into the last of the call's arguments. */
+static PyObject *allocate(PyObject *like, int64_t last, Given *to) {
+  Tensor t;
+  int64_t step = 1;
+  if (exchange->read(like, &t) != 0) return NULL;
+  PyObject *args[] = {PyTuple_New(t.ndim), PyTuple_New(t.ndim), PyObject_GetAttr(like, s_dtype)}, *made = NULL;
+  for (int i = t.ndim - 1; args[0] != NULL && args[1] != NULL && i >= 0; i--) {
+    int64_t size = i == t.ndim - 1 && last >= 0 ? last : t.shape[i];
+    PyTuple_SET_ITEM(args[0], i, PyLong_FromLongLong(size));
+    PyTuple_SET_ITEM(args[1], i, PyLong_FromLongLong(step));
+    step *= size > 0 ? size : 1;
+  }
+  if (args[0] != NULL && args[1] != NULL && args[2] != NULL) made = PyObject_Vectorcall(empty_strided, args, 3, NULL);
+  for (int i = 0; i < 3; i++) Py_XDECREF(args[i]);
+  if (made != NULL && (!is_tensor(made) || exchange->read(made, &t) != 0)) Py_CLEAR(made);
+  if (made != NULL) pointer_of(&t, to);
+  return made;
+}
+
+/* Starts what the call's plan says. NULL without an error: there is none, or not to be started here. */
+static PyObject *start_plan(Plans *self, PyObject *const *args, Call *call) {
+  Started all[STEPS];
   int count = 0;
   void *stream;
   uint64_t scratch = 0;
   CUdevice now;
-  if (names != NULL || PyVectorcall_NARGS(nargsf) != self->count || !read_call(self, args, &call)) goto slow;
-  const Plan *plan = plan_of(self, &call);
-  if (plan == NULL || current_device(&now) != CUDA_SUCCESS || now != call.device
-      || exchange->stream(device_type, call.device, &stream) != 0) goto slow;
-  if (plan->scratched && (scratch = scratch_of(self, call.device, stream, evaluate(&plan->scratch, &call))) == 0) goto slow;
+  PyObject *found = NULL;
+  const Plan *plan = plan_of(self, call);
+  if (plan == NULL || current_device(&now) != CUDA_SUCCESS || now != call->device
+      || exchange->stream(device_type, call->device, &stream) != 0) goto none;
+  if (plan->scratched && (scratch = scratch_of(self, call->device, stream, evaluate(&plan->scratch, call))) == 0) goto none;
+  found = plan->returns < 0 ? Py_None : args[plan->returns];
+  found = plan->last ? allocate(found, plan->last, &call->args[self->count]) : Py_NewRef(found);
+  if (found == NULL) goto none;
   for (int i = 0; i < plan->count; i++) {
     const Step *step = &plan->steps[i];
     int within = 1;
     for (int r = 0; r < step->ranges; r++) {
-      int64_t length = call.args[step->range[r].arg].length;
+      int64_t length = call->args[step->range[r].arg].length;
       within &= length > step->range[r].low && length <= step->range[r].high;
     }
-    int64_t grid = evaluate(&step->grid, &call);
+    int64_t grid = evaluate(&step->grid, call);
     if (!within || grid == 0) continue;
     uint32_t key[MOST];
-    Started *s = &started[count++];
-    take(step, &call, scratch, key, s->values);
-    if (grid < 0 || grid > INT32_MAX || !ready(step->launch, key, call.device, s)) goto slow;
+    Started *s = &all[count++];
+    take(step, call, scratch, key, s->values);
+    if (grid < 0 || grid > INT32_MAX || !ready(step->launch, key, call->device, s)) goto none;
     s->grid[0] = (unsigned)grid;
     s->grid[1] = s->grid[2] = 1;
   }
-  return begin(started, count, stream, plan->scratched ? &pairs : NULL);
-slow:
+  if (!begin(all, count, stream, plan->scratched ? &pairs : NULL)) Py_CLEAR(found);
+  return found;
+none:
+  Py_XDECREF(found);
   PyErr_Clear();
-  return PyObject_Vectorcall(self->slow, args, nargsf, names);
+  return NULL;
+}
+
+/* By the plan, or else by `slow`, which gets the call, or None where it can't be read, and the arguments. */
+static PyObject *by_plan(Plans *self, PyObject *const *args, Call *call) {
+  PyObject *all[1 + ARGUMENTS], *done = call == NULL ? NULL : start_plan(self, args, call);
+  if (done != NULL || PyErr_Occurred()) return done;
+  all[0] = call == NULL ? Py_None : (PyObject *)call;
+  memcpy(all + 1, args, sizeof(PyObject *) * (size_t)self->count);
+  return PyObject_Vectorcall(self->slow, all, 1 + (size_t)self->count, NULL);
+}
+
+static PyObject *warm(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names) {
+  Plans *self = (Plans *)object;
+  if (names != NULL || PyVectorcall_NARGS(nargsf) != self->count)
+    return PyErr_Format(PyExc_TypeError, "hal: %zd arguments by position expected", self->count);
+  Call *call = call_new();
+  if (call == NULL) return NULL;
+  int known = 1;
+  call->signs = 0;
+  call->words = 1;
+  call->device = -1;
+  for (Py_ssize_t n = 0; known && n < self->count; n++) {
+    Tensor t;
+    int tensor = is_tensor(args[n]);
+    known = (!tensor || exchange->read(args[n], &t) == 0) && plan_argument(call, n, args[n], tensor ? &t : NULL);
+  }
+  PyErr_Clear();
+  PyObject *done = by_plan(self, args, known && plan_end(call) ? call : NULL);
+  Py_DECREF(call);
+  return done;
+}
+
+/* handed(call, *args): the same of a call that a signer has read. */
+static PyObject *handed(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+  Plans *self = (Plans *)object;
+  if (count == 1 + self->count && Py_TYPE(args[0]) == &call_type && ((Call *)args[0])->words != 0)
+    return by_plan(self, args + 1, (Call *)args[0]);
+  return warm(object, args + 1, (size_t)(count - 1), NULL);
 }
 
 static int size_of(PyObject *from, Py_ssize_t args, Size *to) {
@@ -201,7 +205,7 @@ static int step_of(PyObject *from, Py_ssize_t args, Step *to) {
     source->kind = (char)kind;
     if (kind == 'a') {
       source->arg = (int)PyLong_AsLong(of);
-      if (source->arg < 0 || source->arg >= args) return 0;
+      if (source->arg < 0 || source->arg > args) return 0;
     } else if (!size_of(of, args, &source->size)) {
       return 0;
     }
@@ -225,18 +229,23 @@ static void drop_all(Plans *self) {
   self->plans = 0;
 }
 
-/* learn(args, steps, scratch): do this for such a call from now on. */
+/* learn(call, steps, scratch, returns, last): do this for such a call from now on. It returns an argument (-1: None),
+   or, where `last` is not 0, a new tensor like it, its last size `last` (-1: the same). */
 static PyObject *learn(PyObject *object, PyObject *given) {
   Plans *self = (Plans *)object;
-  PyObject *args, *steps, *scratch;
-  Call call;
-  if (!PyArg_ParseTuple(given, "O!O!O", &PyTuple_Type, &args, &PyTuple_Type, &steps, &scratch)) return NULL;
-  if (PyTuple_GET_SIZE(args) != self->count || PyTuple_GET_SIZE(steps) > STEPS
-      || !read_call(self, &PyTuple_GET_ITEM(args, 0), &call) || plan_of(self, &call) != NULL) { PyErr_Clear(); Py_RETURN_FALSE; }
-  Plan *plan = PyMem_Calloc(1, sizeof(Plan) + sizeof(int64_t) * call.words);
+  PyObject *read, *steps, *scratch;
+  int returns;
+  long long last;
+  if (!PyArg_ParseTuple(given, "O!O!OiL", &call_type, &read, &PyTuple_Type, &steps, &scratch, &returns, &last)) return NULL;
+  const Call *call = (Call *)read;
+  if (PyTuple_GET_SIZE(steps) > STEPS || call->words == 0 || returns >= self->count || plan_of(self, call) != NULL)
+    Py_RETURN_FALSE;
+  Plan *plan = PyMem_Calloc(1, sizeof(Plan) + sizeof(int64_t) * call->words);
   if (plan == NULL) return PyErr_NoMemory();
   plan->steps = PyMem_Calloc(STEPS, sizeof(Step));
   int good = plan->steps != NULL;
+  plan->returns = returns;
+  plan->last = last;
   plan->scratched = scratch != Py_None;
   if (good && plan->scratched) good = size_of(scratch, self->count, &plan->scratch);
   for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(steps); i++)
@@ -247,13 +256,19 @@ static PyObject *learn(PyObject *object, PyObject *given) {
     Py_RETURN_FALSE;
   }
   if (self->plans >= PLANS) drop_all(self);
-  plan->hash = call.hash;
-  plan->words = call.words;
-  memcpy(plan->key, call.key, sizeof(int64_t) * call.words);
-  plan->next = self->buckets[call.hash % BUCKETS];
-  self->buckets[call.hash % BUCKETS] = plan;
+  plan->hash = call->hash;
+  plan->words = call->words;
+  memcpy(plan->key, call->key, sizeof(int64_t) * call->words);
+  plan->next = self->buckets[call->hash % BUCKETS];
+  self->buckets[call->hash % BUCKETS] = plan;
   self->plans++;
   Py_RETURN_TRUE;
+}
+
+static PyObject *forget(PyObject *object, PyObject *unused) {
+  (void)unused;
+  drop_all((Plans *)object);
+  Py_RETURN_NONE;
 }
 
 /* lend(device, stream, elements, address): the scratch of a stream from now on. */
@@ -313,7 +328,8 @@ static void plans_dealloc(PyObject *object) {
 }
 
 static PyMethodDef plans_methods[] = {
-  {"learn", learn, METH_VARARGS, NULL}, {"lend", lend, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+  {"learn", learn, METH_VARARGS, NULL}, {"lend", lend, METH_VARARGS, NULL}, {"forget", forget, METH_NOARGS, NULL},
+  {"handed", (PyCFunction)(void (*)(void))handed, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static PyTypeObject plans_type = {
   PyVarObject_HEAD_INIT(NULL, 0)
   .tp_name = "hal.triton._launch.Plans", .tp_basicsize = sizeof(Plans), .tp_new = PyType_GenericNew,

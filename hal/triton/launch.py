@@ -27,17 +27,16 @@ import contextlib
 import ctypes
 import importlib
 import os
-import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, overload
 
 import torch
 import triton
 
 from hal._errors import ArgumentError, HalError
+from hal.ops import _native
 
 # triton-ascend 3.2 is of an age before `triton.knobs`; no path that it takes needs them.
 knobs: Any = getattr(triton, "knobs", None)
@@ -291,37 +290,30 @@ def _form(compiled: Any, params: Sequence[_Param]) -> tuple[int, int, int, bool,
 
 @cache
 def _helper() -> Any:
-    """The compiled ``_launch.c``, or None; `_why_no_helper` says why. Compiled once, as Triton's own launchers are."""
+    """The compiled ``_launch.c``, or None; `_why_no_helper` says why."""
     global _why_no_helper
     try:
         if not TESTED[0] <= tuple(int(p) for p in triton.__version__.split(".")[:2]) < TESTED[1]:
             raise RuntimeError(f"Triton {triton.__version__} is outside the tested range 3.6")
-        if sysconfig.get_config_var("Py_GIL_DISABLED"):
-            raise RuntimeError("it counts on the GIL")
         driver = ctypes.CDLL("libcuda.so.1")
         addresses = [
             ctypes.cast(f, ctypes.c_void_p).value
             for f in (driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing)
         ]
-        module = _built()
+        module = _native.module()
         cuda = 2  # DLPack's number
-        exchange = torch.Tensor.__dlpack_c_exchange_api__
-        classes = torch.Tensor, torch.nn.Parameter
-        module.setup(exchange, cuda, *addresses, knobs.runtime, knobs.compilation, *classes)
+        module.drive(cuda, *addresses, knobs.runtime, knobs.compilation, _empty_strided())
         return module
     except Exception as e:  # whatever it is that is missing, Triton's own launch does the same
         _why_no_helper = f"{type(e).__name__}: {e}".splitlines()[0]
         return None
 
 
-def _built() -> Any:
-    from triton.backends.nvidia.driver import include_dirs
-    from triton.runtime.build import compile_module_from_src
-
-    source, plans = (Path(__file__).with_name(n).read_text(encoding="utf-8") for n in ("_launch.c", "_plans.c"))
-    # In one piece: what is compiled is kept by the text of it.
-    source = source.replace('#include "_plans.c"', plans)
-    return compile_module_from_src(src=source, name="hal_launch", include_dirs=include_dirs)
+def _empty_strided() -> Callable[..., torch.Tensor]:
+    """A new tensor of sizes, strides and a dtype on the current device: as Inductor's code makes one, or by what
+    everybody calls, which takes twice as long."""
+    found = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    return found or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
 
 
 def _used_globals(kernel: Kernel) -> tuple[tuple[str, Any, dict[str, Any]], ...]:

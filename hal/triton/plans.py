@@ -2,7 +2,8 @@
 
 A launcher says once how the launches of a call follow from its arguments (a `Plan`): which arguments a kernel gets, and
 which numbers follow from lengths. On a device ``_plans.c`` does that for every later call of the kind, without Python;
-here is what it does, for calls of a new kind, other lanes, and machines without a C compiler.
+here is what it does, for calls of a new kind, other lanes, and machines without a C compiler. A dispatched call was
+read before (``hal/ops/_call.c``), and what was read is handed on.
 
 The key of a call has all that a plan may depend on: of a tensor device, dtype, alignment, sizes but the first, strides,
 and which earlier argument begins where it does; of an int or bool its value; of a float its sign. So a plan may use the
@@ -13,7 +14,9 @@ Example:
     ... def _copy(src, dst):
     ...     run = copy.bind(BLOCK=1024, num_warps=4)
     ...     return Plan((Step(run, length("src", per=1024), ("src", "dst", length("src"))),))
-    >>> _copy.start(src, dst)                                                     # doctest: +SKIP
+    >>> @_copy.launcher                                                           # doctest: +SKIP
+    ... def copied(src, dst):
+    ...     return _copy.start(src, dst)
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hal.ops import _native
 from hal.triton import launch
 
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 MOST = 2**31 - 2**10
 """The longest that an argument may be whose plans are remembered: what is a tile past it is still an int32."""
 LIMIT = 4096
@@ -74,16 +80,29 @@ class Step(NamedTuple):
     """(argument, low, high): started only where low < its length <= high; at most two."""
 
 
+RESULT = "return"
+"""What a kernel's arguments call the tensor that a plan allocates."""
+
+
+class Result(NamedTuple):
+    """A new contiguous tensor like an argument; `last`: its last size, if not the argument's (which is contiguous)."""
+
+    like: str
+    last: int = -1
+
+
 class Plan(NamedTuple):
     """What a call starts: at most four launches, one after the other."""
 
     steps: tuple[Step, ...]
     scratch: Size | None = None
     """Elements of fp32 scratch that they share: one a device and stream, kept; a captured graph gets its own."""
+    returns: str | Result | None = None
+    """An argument, by its name, or a new tensor."""
 
 
 class plans(dict[Any, Plan]):
-    """The plans of one op by their keys; made of the function that makes one of a call's arguments.
+    """The plans of one op by their keys; made of the function that makes one of a call's arguments, the op's in order.
 
     ``start`` is called with the arguments by position.
     """
@@ -94,24 +113,36 @@ class plans(dict[Any, Plan]):
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._outgrown: list[Tensor] = []
         """Earlier scratch: a captured graph may still write to it."""
-        self.native: Any = None
+        helper = launch._helper() if launch.lane() == "device" else None
+        self.native: Any = helper and helper.Plans(self._start, len(self.names))
         """The plans of ``_plans.c``, where there are."""
-        self.start: Callable[..., None] = self._start
+        self.start: Callable[..., Any] = self.native or partial(self._start, None)
         launch.keeps(self)
 
+    def launcher(self, fn: Launcher) -> Launcher:
+        """Makes `fn` known as that which does nothing but start these plans, so that what was read may be handed on."""
+        if self.native is not None:
+            _native.hand_over(fn, self.native.handed)
+        return fn
+
     def clear(self) -> None:
-        self.start, self.native = self._start, None
+        if self.native is not None:
+            self.native.forget()
         super().clear()
 
-    def _start(self, *args: Any) -> None:
+    def _start(self, call: Any, *args: Any) -> Any:
         given = dict(zip(self.names, args, strict=True))
         lengths = {n: a.shape[0] if a.ndim else 1 for n, a in given.items() if isinstance(a, Tensor)}
-        key = key_of(args)
+        key = key_of(args) if call is None else call.key
         # A launcher may refuse what is too long, and says so in making the plan.
         plan = self.get(key) if max(lengths.values()) <= MOST else None
         new = plan is None
         if plan is None:
             plan = self.make(*args)
+        if isinstance(plan.returns, Result):
+            like = given[plan.returns.like]
+            shape = like.shape if plan.returns.last < 0 else (*like.shape[:-1], plan.returns.last)
+            given[RESULT] = torch.empty(shape, dtype=like.dtype, device=like.device)
 
         def size(of: Size) -> int:
             return of.start + sum(-(-lengths[n] * by // per) * times for n, by, per, times in of.terms)
@@ -140,16 +171,13 @@ class plans(dict[Any, Plan]):
         for run, programs, each in started:
             if programs:
                 run.start((programs, 1, 1), *each)
-        self._teach(plan, args)
+        if call is not None and launch.lane() == "device" and all(step.run.native is not None for step in plan.steps):
+            self._teach(plan, call)
+        return given.get(RESULT if isinstance(plan.returns, Result) else plan.returns or "")
 
-    def _teach(self, plan: Plan, args: tuple[Any, ...]) -> None:
-        """Has ``_plans.c`` do the same from now on, where it can."""
-        if self.native is None:
-            if launch.lane() != "device" or (helper := launch._helper()) is None:
-                return
-            self.native = helper.Plans(self._start, len(self.names))
-            self.start = self.native
-        at = {name: i for i, name in enumerate(self.names)}
+    def _teach(self, plan: Plan, call: Any) -> None:
+        """Has ``_plans.c`` do the same from now on."""
+        at = {name: i for i, name in enumerate((*self.names, RESULT))}
 
         def numbered(of: Size) -> tuple[Any, ...]:
             return (of.start, *((at[name], *how) for name, *how in of.terms))
@@ -161,19 +189,19 @@ class plans(dict[Any, Plan]):
                 return "w", numbered(of.elements)
             return ("s", numbered(of)) if isinstance(of, Size) else of
 
-        if all(step.run.native is not None for step in plan.steps):
-            steps = tuple(
-                (
-                    step.run.native,
-                    tuple((at[name], low, high) for name, low, high in step.where),
-                    numbered(step.grid),
-                    tuple(map(source, step.args)),
-                )
-                for step in plan.steps
+        steps = tuple(
+            (
+                step.run.native,
+                tuple((at[name], low, high) for name, low, high in step.where),
+                numbered(step.grid),
+                tuple(map(source, step.args)),
             )
-            for (device, stream), found in self._scratch.items():
-                self.native.lend(device, stream, found.numel(), found.data_ptr())
-            self.native.learn(args, steps, plan.scratch and numbered(plan.scratch))
+            for step in plan.steps
+        )
+        for (device, stream), found in self._scratch.items():
+            self.native.lend(device, stream, found.numel(), found.data_ptr())
+        like, last = plan.returns if isinstance(plan.returns, Result) else (plan.returns, 0)
+        self.native.learn(call, steps, plan.scratch and numbered(plan.scratch), -1 if like is None else at[like], last)
 
     def _workspace(self, device: torch.device, size: int) -> Tensor:
         """fp32 scratch of at least `size` elements."""

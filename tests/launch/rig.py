@@ -2,8 +2,8 @@
 
 import ctypes
 import os
+import shlex
 import shutil
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
@@ -17,16 +17,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
+from hal.ops import _native
 from hal.triton import launch
 
 if os.environ.get("TRITON_INTERPRET") == "1" or os.environ.get("HAL_LANE"):
     pytest.skip("tests the device lane's launcher", allow_module_level=True)
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip("this torch has no DLPack exchange interface", allow_module_level=True)
-if shutil.which(os.environ.get("CC", "gcc")) is None and shutil.which("clang") is None:
+if shutil.which(shlex.split(os.environ.get("CC", "gcc"))[0]) is None and shutil.which("clang") is None:
     pytest.skip("no C compiler", allow_module_level=True)
 
 CPU = 1  # DLPack's number
+EMPTY = torch._C._dynamo.guards._empty_strided_cpu
 
 
 class Config(ctypes.Structure):
@@ -72,15 +74,8 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def helper() -> Any:
-    """The helper; `test_launch_sanitized` names another build of it."""
-    if path := os.environ.get("LAUNCH_HELPER"):
-        found = spec_from_file_location("hal_launch", path)
-        assert found is not None
-        assert found.loader is not None
-        module = module_from_spec(found)
-        found.loader.exec_module(module)
-        return module
-    return launch._built()
+    """The module of the launcher in C."""
+    return _native.module()
 
 
 def plain(a, b, n, m, BLOCK: tl.constexpr):
@@ -100,10 +95,7 @@ class Rig:
 
     def __init__(self, helper: Any, fn: Any = plain, frozen: tuple[str, ...] = ()) -> None:
         self.driver = Driver()
-        helper.setup(
-            torch.Tensor.__dlpack_c_exchange_api__, CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation,
-            torch.Tensor, torch.nn.Parameter,
-        )  # fmt: skip
+        helper.drive(CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation, EMPTY)
         self.kernel = launch.Kernel(fn, frozen)
         self.binder = create_function_from_signature(
             self.kernel.jit.signature, self.kernel.jit.params, CUDABackend(GPUTarget("cuda", 90, 32))

@@ -107,7 +107,7 @@ def in_a_child(code: str, *, built: Any) -> str:
     start = f"""
 import gc, sys
 from importlib.util import module_from_spec, spec_from_file_location
-found = spec_from_file_location("hal_launch", {built.__file__!r})
+found = spec_from_file_location("hal_call", {built.__file__!r})
 helper = module_from_spec(found)
 found.loader.exec_module(helper)
 """
@@ -195,18 +195,18 @@ def test_a_setup_that_fails_changes_nothing(helper: Any) -> None:
     rig = Rig(helper)
     args = (BASE, BASE, 5, 6)
     rig(*args)
-    good = [
-        torch.Tensor.__dlpack_c_exchange_api__, CPU, *rig.driver.addresses(), knobs.runtime, knobs.compilation,
-        torch.Tensor, torch.nn.Parameter,
-    ]  # fmt: skip
+    setup = [torch.Tensor.__dlpack_c_exchange_api__, *[None] * 5]
+    drive = [CPU, *rig.driver.addresses(), knobs.runtime, knobs.compilation, None]
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     words = (ctypes.c_uint64 * 8)(9)  # of version 9
     newer = capsule(ctypes.addressof(words), b"dlpack_exchange_api", None)
-    for at, bad in ((0, object()), (0, newer), (5, object()), (1, "cuda"), (2, None)):
+    wrongs = ((helper.setup, setup, 0, object()), (helper.setup, setup, 0, newer), (helper.drive, drive, 4, object()),
+              (helper.drive, drive, 0, "cuda"), (helper.drive, drive, 1, None))  # fmt: skip
+    for function, good, at, bad in wrongs:
         wrong = [*good]
         wrong[at] = bad
         with pytest.raises((ValueError, RuntimeError, AttributeError, TypeError)):
-            helper.setup(*wrong)
+            function(*wrong)
         assert rig(*args) is None
     assert len(rig.driver.started) == 5

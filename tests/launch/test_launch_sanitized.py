@@ -14,8 +14,6 @@ import torch
 
 pytest.importorskip("triton.knobs", reason="the helper serves the Triton which has `knobs`")
 
-from triton.backends.nvidia.driver import include_dirs
-
 ROOT = Path(__file__).resolve().parents[2]
 GCC = shutil.which("gcc")
 
@@ -25,22 +23,15 @@ if GCC is None:
     pytest.skip("no gcc", allow_module_level=True)
 
 
-def built(to: Path, *options: str, source: str = "hal/triton/_launch.c") -> Path:
-    """The helper, compiled with these options; a warning is an error."""
-    includes = [f"-I{d}" for d in (*include_dirs, sysconfig.get_path("include"))]
+@pytest.mark.parametrize("level", ["-O0", "-O2", "-O3"])
+def test_it_compiles_without_a_warning(tmp_path: Path, level: str) -> None:
     done = subprocess.run(
-        [str(GCC), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options, *includes,
-         str(ROOT / source), "-o", str(to)],
+        [str(GCC), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion",
+         "-Wno-sign-conversion", level, f"-I{sysconfig.get_path('include')}", str(ROOT / "hal/ops/_call.c"), "-o",
+         str(tmp_path / "it.so")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return to
-
-
-@pytest.mark.parametrize("source", ["hal/triton/_launch.c", "hal/ops/_sign.c"])
-@pytest.mark.parametrize("level", ["-O0", "-O2", "-O3"])
-def test_it_compiles_without_a_warning(tmp_path: Path, level: str, source: str) -> None:
-    built(tmp_path / "it.so", level, "-Wshadow", "-Wconversion", "-Wno-sign-conversion", source=source)
 
 
 def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
@@ -52,18 +43,19 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     ]
     if not all(os.path.isabs(x) for x in libraries):
         pytest.skip("gcc has no sanitizers here")
-    helper = built(tmp_path / "hal_launch.so", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     # What it covers is covered without the sanitizers, at a fraction of the time.
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")},
-        "LAUNCH_HELPER": str(helper), "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
+        "CC": f"{GCC} -g -fsanitize=address,undefined -fno-sanitize-recover=all", "HAL_CACHE_DIR": str(tmp_path),
+        "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_launch_native.py",
-         "tests/launch/test_launch_learns.py", "tests/launch/test_plans.py"],
+         "tests/launch/test_launch_learns.py", "tests/launch/test_plans.py", "tests/launch/test_call.py"],
         cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert [*tmp_path.glob("hal_call-*.so")]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

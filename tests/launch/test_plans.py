@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from launch.rig import BASE, CPU, Driver, helper
+from launch.rig import BASE, CPU, EMPTY, Driver, helper
 from triton import knobs
 
 from hal.triton import launch
@@ -28,10 +28,7 @@ class Rig:
 
     def __init__(self, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = Driver()
-        helper.setup(
-            torch.Tensor.__dlpack_c_exchange_api__, CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation,
-            torch.Tensor, torch.nn.Parameter,
-        )  # fmt: skip
+        helper.drive(CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation, EMPTY)
         monkeypatch.setattr(launch, "_helper", lambda: helper)
         monkeypatch.setattr(launch, "lane", lambda: "device")
         self.slow: list[tuple[str, Any, tuple[Any, ...]]] = []
