@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -68,9 +67,9 @@ def tracked(t: Tensor) -> str | None:
 
 def finite(value: object) -> bool:
     """An int or a float (no bool) that is a finite float64."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -LARGEST <= value <= LARGEST and not math.isnan(value)
+    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+        return -LARGEST <= value <= LARGEST
+    return False
 
 
 def show(value: object) -> str:

@@ -27,6 +27,8 @@ PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
 SHORTEST = 128
 """Keys that a part has at least."""
+WHOLE = 192
+"""Up to so many listed keys no request is split: one launch takes the host and the device less than two."""
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
@@ -298,21 +300,22 @@ def _plans(
     )
     lines = length("q", times=q_heads) + programs * q_heads
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
-    last = (length("kv_indices"), length("q"), programs, max(0, min(sliding_window, 2**31 - 2)))
-    some = (("q", 0, 2**31),)
-    to_run = (
-        "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
-        length("k_cache", by=page_size(k_cache)), *last, "scale", "logit_cap",
-    )  # fmt: skip
-    to_merge = ("kv_indptr", part, sums, to, "lse", *row, *last)
-    return Plan(
-        (
-            Step(run, length("q", times=blocks) + programs * blocks, to_run, some),
-            Step(merge, length("q", times=q_heads), to_merge, some),
-        ),
-        lines.times(v_dim + 1),
-        returns,
-    )
+    window = max(0, min(sliding_window, 2**31 - 2))
+
+    def split(programs: int, low: int, high: int) -> Step:
+        args = (
+            "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
+            length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), programs, window, "scale",
+            "logit_cap",
+        )  # fmt: skip
+        where = (("q", 0, 2**31), ("kv_indices", low, high))
+        return Step(run, length("q", times=blocks) + programs * blocks, args, where)
+
+    many = split(programs, WHOLE, 2**31)
+    args = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
+    merged = Step(merge, length("q", times=q_heads), args, many.where)
+    # Split for one program alone, each request is one part.
+    return Plan((split(1, -1, WHOLE), many, merged), lines.times(v_dim + 1), returns)
 
 
 @_plans.launcher

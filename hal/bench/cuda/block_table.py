@@ -115,7 +115,7 @@ def decode_by_blocks(
     Caches are ``[pages, page_size, heads, D]``, lie alike, and D is a power of 2.
     """
     usual = partial(launcher("cuda", "decode_attention"), q, k_cache, v_cache, kv_indptr, slots, out, scale=scale)
-    run, merge = record_launches(usual)
+    run, *merges = record_launches(usual)
     names = {p.name for p in decode_by_blocks_kernel.params if p.constexpr} | {"num_warps", "launch_pdl"}
     static = {n: value for n, value in run.static.items() if n in names}
     mine = decode_by_blocks_kernel.bind(**static, PAGE=k_cache.shape[1], BY_PAGE=by_page)
@@ -124,11 +124,12 @@ def decode_by_blocks(
         **run.named, **dict(zip(("kc_page", "kc_token", "kc_head"), strides, strict=True)), "table": table,
         "pages": k_cache.shape[0], "row": table.stride(0),
     }  # fmt: skip
-    args, merged = [given[p.name] for p in mine.args], merge.bind()
+    args, merged = [given[p.name] for p in mine.args], [(merge.bind(), merge) for merge in merges]
 
     def call() -> Tensor:
         mine.start(run.grid, *args)
-        merged.start(merge.grid, *merge.args)
+        for bound, merge in merged:
+            bound.start(merge.grid, *merge.args)
         return out
 
     return call

@@ -89,23 +89,23 @@ def without_programmatic(call: Callable[[], Any]) -> Callable[[int], None]:
 
 
 def host_calls(quick: bool = False) -> list[Row]:
-    """Rows: host microseconds of one call of an op on one token, 32/8/128 in bf16, 300 keys.
+    """Rows: host microseconds of one call of an op on one token, 32/8/128 in bf16, 300 keys; decode also with so few
+    that no request is split.
 
     ``hal`` is the backend's own function, as `hal.bind` gives it, its results allocated by it where they may be;
     ``out given`` the same with the caller's; ``dispatched`` selected and checked, as users call it.
     """
     rope = rope_sets(1, "llama3-8b")[0]
     index = torch.arange(2, device=inputs.DEVICE, dtype=torch.int64)
-    decode, extend = attention.Inputs(1, 1, 300), attention.Inputs(1, 2, 300)
+    decode, extend, few = (attention.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150)))
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
         "get_last_loc": ((inputs.req_to_token(), index, index + 1), {}, ()),
         "kv_write": (tuple(rope[n] for n in ("k", "v", "k_cache", "v_cache", "slots")), {}, ()),
         "rope_kv_write": (tuple(rope.values()), {}, ()),
-        "decode_attention": (
-            (decode.q, decode.k_cache, decode.v_cache, decode.kv_indptr, decode.slots),
-            {"scale": decode.scale},
-            (decode.out, decode.lse),
-        ),
+        **{
+            name: ((x.q, x.k_cache, x.v_cache, x.kv_indptr, x.slots), {"scale": x.scale}, (x.out, x.lse))
+            for name, x in (("decode_attention", decode), ("decode_attention, 150 keys", few))
+        },
         "extend_attention": (
             (extend.q, extend.k_cache, extend.v_cache, extend.qo_indptr, extend.kv_indptr, extend.slots),
             {"scale": extend.scale},
@@ -113,7 +113,8 @@ def host_calls(quick: bool = False) -> list[Row]:
         ),
     }
     rows = []
-    for op, (given, named, out) in cases.items():
+    for of, (given, named, out) in cases.items():
+        op = of.partition(",")[0]
         bound, dispatched = launcher_of("cuda", op), getattr(hal, op)
         calls: dict[str, Callable[[], Any]] = {
             OURS: partial(bound, *given, **named),
@@ -127,7 +128,7 @@ def host_calls(quick: bool = False) -> list[Row]:
         for call in calls.values():
             call()
         times = timing.host_us({n: lambda i, c=c: c() for n, c in calls.items()}, 1, 200 if quick else 2000)
-        rows.append({"op": "host call", "of": op, "host_us": times})
+        rows.append({"op": "host call", "of": of, "host_us": times})
     return rows
 
 

@@ -33,7 +33,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
 
     with inspect.record(arch) as calls:
         inspect.launcher("decode_attention")(**args)
-    return [bound.kernel.name for bound, _ in calls]
+    return list(dict.fromkeys(bound.kernel.name for bound, _ in calls))
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
