@@ -20,6 +20,7 @@ from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, pla
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages, page_size
+from hal.ops.spec import FP8
 from hal.triton import launch
 from hal.triton.plans import MOST, Plan, Step, length, plans
 
@@ -245,9 +246,8 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
         launch.lane() in ("device", "recorded")
         and arch(q.get_device()) == 90
         and q.dtype.itemsize == 2
-        and q.dtype == k_cache.dtype
         and (q.shape[2], v_cache.shape[-1]) in HOPPER
-        and unit >= 8
+        and (unit >= 8 if q.dtype == k_cache.dtype else unit == 16 and q.shape[2] <= 128 and k_cache.dtype in FP8)
         and not shared
     )
 
@@ -266,10 +266,12 @@ def _plan(
     strides = (*q.stride()[:2], *kc, *vc, *row)
     unit = copy_unit(strides)
     on = pdl(device)
-    hopper = plain and k_scale is None and v_scale is None and for_hopper(q, k_cache, v_cache, unit, shared)
+    fp8 = k_cache.dtype in FP8
+    unscaled = k_scale is None and v_scale is None
+    hopper = plain and (fp8 or unscaled) and for_hopper(q, k_cache, v_cache, unit, shared)
     if hopper:
         (n, stages), m, warps = HOPPER[dim, v_dim], 128, 4
-        if cap:
+        if cap or (fp8 and window and dim == 128):
             n, stages = n // 2, 2 * stages
     else:
         m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
@@ -280,6 +282,7 @@ def _plan(
         "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "HEADS": heads, "TOKENS": m // heads, "N": n,
         "K_PAGE": k_page, "V_PAGE": v_page, "CAUSAL": causal, "WINDOW": window, "CAP": cap, "LSE": lse is not None,
         "UNIT": unit, "STAGES": stages, "BLOCK": BLOCK, "FEW": FEW, "PDL": on, "launch_pdl": on, "num_warps": warps,
+        "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale),
     }  # fmt: skip
     if hopper:
         from hal.backends.cuda.extend_attention_hopper import extend_attention_hopper_kernel
@@ -288,7 +291,7 @@ def _plan(
     else:
         run = extend_attention_kernel.bind(
             **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)),
-            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared,
+            SHARED=shared,
         )  # fmt: skip
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 

@@ -39,6 +39,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "ragged": {"bs": 40, "longest": 30, "prefix": 40, "lengths": "skewed", "spare": 3},
     "fewer-keys": {"prefix": -120},
 }
+FP8: dict[str, dict[str, Any]] = {
+    "e4m3": {"cache_dtype": "e4m3", "scales": "tensor"},
+    "e5m2-absent": {"cache_dtype": "e5m2", "values": "skip", "index": "i64"},
+    "e4m3-absent-window-paged": {
+        "cache_dtype": "e4m3", "values": "skip", "sliding_window": 140, "cache": "paged", "cache_view": "pairs",
+    },
+    "e5m2-cap-window-fp16": {
+        "cache_dtype": "e5m2", "dtype": "fp16", "logit_cap": 3.0, "loud": 4.0, "sliding_window": 100, "scales": "float",
+        "lse": False,
+    },
+    "e4m3-group-of-7": {"cache_dtype": "e4m3", "q_heads": 14, "kv_heads": 2, "longest": 40},
+}  # fmt: skip
+FORMS |= FP8
+LOUD = ((3e38, 1e-38), (1e-38, 1e38), (1e-40, 1e38), (3e4, 1e-4), (1.0, 0.1))
+"""A magnitude of queries, and a scale by which logits are of none."""
 LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
 CI_ALL = os.environ.get("CI_ALL")
 """Else one form of each size of heads, that of the most registers."""
@@ -47,17 +62,41 @@ CI_ALL = os.environ.get("CI_ALL")
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
-    [*((128, 128, form) for form in FORMS), *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE)],
+    [
+        *((128, 128, form) for form in FORMS),
+        *((64, 64, form) for form in FP8),
+        *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
+    ],
 )
 def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> None:
+    judged(made(head_dim, v_head_dim, **FORMS[form]))
+
+
+def judged(args: dict[str, Any]) -> None:
+    """Within the contract's bound, by the Gluon kernel."""
     from hal.backends.cuda import extend_attention
     from hal.bench.judge import verdict
 
     extend_attention._plans.clear()
-    assert verdict("extend_attention", made(head_dim, v_head_dim, **FORMS[form])) <= 1.0
+    assert verdict("extend_attention", args) <= 1.0
     assert {plan.steps[0].run.kernel.name for plan in extend_attention._plans.values()} == {
         "extend_attention_hopper_kernel"
     }
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("cache_dtype", ["e4m3", "e5m2"])
+def test_queries_that_fp16_does_not_hold(head_dim: int, cache_dtype: str) -> None:
+    """Rows of zeros, of one element, of two and little ones, and a scale of a cache below 0."""
+    for size, scale in LOUD:
+        args = made(head_dim, head_dim, cache_dtype=cache_dtype, scales="tensor")
+        q = torch.rand(args["q"].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.5
+        q[:, 0] = 0
+        q[::2, 1, 1:] = 0
+        q[1::3, 1, 2:] *= 2.0**-30
+        judged(args | {"q": (q * size).to(args["q"].dtype), "scale": scale})
+    judged(args | {"k_scale": torch.tensor([-0.37])})
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
@@ -84,6 +123,8 @@ def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
 def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
     args = made(head_dim, v_head_dim)
     assert kernels(args) == {"extend_attention_hopper_kernel"}
+    if head_dim <= 128:
+        assert kernels(made(head_dim, v_head_dim, **FP8["e4m3"])) == kernels(args)
     assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
 
 
@@ -91,7 +132,9 @@ def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
     "change",
     [
         {"dtype": "fp32"},
-        {"cache_dtype": "e4m3"},
+        {"cache_dtype": "e4m3", "dtype": "fp32"},
+        {"cache_dtype": "e4m3", "head_dim": 256, "v_head_dim": 256},
+        {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "padded"},
         {"head_dim": 96, "v_head_dim": 96},
         {"head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "q_heads": 4},
         {"q_view": "misaligned"},
@@ -109,7 +152,10 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
-    [(*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL else LITTLE[2:3])],
+    [
+        *((*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL else LITTLE[2:3])),
+        *((dim, dim, form) for dim in (64, 128) for form in (FP8 if CI_ALL else ("e4m3",))),
+    ],
 )
 def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
     from hal.backends.cuda import inspect

@@ -1,0 +1,206 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
+"""The warps that fetch, of extend_attention on Hopper: rows of 16 bits as they are, rows of fp8 as fp16.
+
+`wgmma` takes fp8 only with fp8, so rows are widened on their way to shared memory, by those who fetch: through
+registers, three loads of half a tile at a time. fp8 is exact in fp16, two elements an instruction. A query is, times
+the power of two by which its largest element is about 2^15; the logits' factor takes that back (`without`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from hal.backends.cuda import _attention
+from hal.backends.cuda.decode_attention_lanes import E4M3, E5M2
+
+ROWS = gl.constexpr(64)
+"""Rows of a group of four warps: what one `wgmma` multiplies."""
+WORD = gl.constexpr(4)
+"""Elements of an int32, as which rows of fp8 are loaded."""
+
+exponent = gluon.jit(_attention.exponent.fn)
+magnitude = gluon.jit(_attention.magnitude.fn)
+place = gluon.jit(_attention.place.fn)
+power = gluon.jit(_attention.power.fn)
+
+
+@gluon.jit
+def query(r, tile, HEADS: gl.constexpr):
+    """(token of q, query head, whether there is such a one) of rows of a tile."""
+    token, tokens, head, heads = tile
+    return (token + r // HEADS).to(gl.int64), head + r % HEADS, (r // HEADS < tokens) & (r % HEADS < heads)
+
+
+@gluon.jit
+def _copy(to, base, rows, there, UNIT: gl.constexpr):
+    """Rows, which begin at so many UNITs, into a tile; zeros where there is none. By pieces, for want of registers."""
+    N: gl.constexpr = to.shape[0]
+    D: gl.constexpr = to.shape[1]
+    PIECE: gl.constexpr = N if N * D < 16 * 256 else 16 * 256 // D
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+    for i in gl.static_range(0, N, PIECE):
+        row = rows.slice(i, PIECE).load(gl.SliceLayout(1, ROW))
+        ok = there.slice(i, PIECE).load(gl.SliceLayout(1, ROW)) != 0
+        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), base + (row[:, None] * UNIT + d), ok[:, None])
+
+
+@gluon.jit
+def fetch(
+    q, k_base, v_base, slots, tile, low, high, q_tiles, k_ring, v_ring, places, barriers, strides, num_slots,
+    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """The queries, then the keys and values of entries [low, high), tile by tile."""
+    q_rows, q_there, k_rows, v_rows, there = places
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    q_row, q_head, kc_page, kc_token, vc_page, vc_token = strides
+    STAGES: gl.constexpr = v_ring.shape[0]
+    N: gl.constexpr = v_ring.shape[1]
+    D: gl.constexpr = v_ring.shape[2]
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    each = gl.arange(0, N, EACH)
+    slot = gl.load(slots + (low + each), low + each < high, other=-1)
+    at, head, asked = query(gl.arange(0, 2 * ROWS, EACH), tile, HEADS)
+    q_rows.store(at * q_row + head * q_head)
+    q_there.store(asked.to(gl.int32))
+    for part in gl.static_range(2):
+        rows, theirs = q_rows.slice(part * ROWS, ROWS), q_there.slice(part * ROWS, ROWS)
+        _copy(q_tiles[0].index(part), q, rows, theirs, UNIT)
+        if REST:
+            _copy(q_tiles[1].index(part), q + D, rows, theirs, UNIT)
+    async_copy.mbarrier_arrive(q_full, increment_count=False)
+    stage = 0
+    free = 1
+    for j in range(low, high, N):
+        ok = (slot >= 0) & (slot < num_slots)
+        mine = gl.where(ok, slot, 0).to(gl.int64)
+        slot = gl.load(slots + (j + N + each), j + N + each < high, other=-1)
+        mbarrier.wait(k_empty.index(stage), free)
+        there.index(stage).store(ok.to(gl.int32))
+        k_rows.index(stage).store(place(mine, kc_page, kc_token, K_PAGE))
+        _copy(k_ring[0].index(stage), k_base, k_rows.index(stage), there.index(stage), UNIT)
+        if REST:
+            _copy(k_ring[1].index(stage), k_base + D, k_rows.index(stage), there.index(stage), UNIT)
+        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+        mbarrier.arrive(k_full.index(stage))  # for `there`, which no asynchronous copy writes
+        mbarrier.wait(v_empty.index(stage), free)
+        if V_PAGE:
+            v_rows.index(stage).store(place(mine, vc_page, vc_token, V_PAGE))
+            _copy(v_ring.index(stage), v_base, v_rows.index(stage), there.index(stage), UNIT)
+        else:  # v lies as k does
+            _copy(v_ring.index(stage), v_base, k_rows.index(stage), there.index(stage), UNIT)
+        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            free ^= 1
+    async_copy.wait_group(0)
+
+
+@gluon.constexpr_function
+def _words(MANY, W):
+    """[rows, words], 16 bytes for each of 128 threads. Of eight that write together, four have every other 16 bytes of
+    128 in one row, and four those between in the next: no two the same banks."""
+    cols = [[0, 1 << i] for i in range(2, W.bit_length() - 1)]
+    rows = [[1 << i, 0] for i in range(MANY.bit_length() - 1)]
+    few = 7 - len(cols)
+    order = cols[:2] + rows[:1] + cols[2:] + rows[1:few]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *rows[few:]], order[:5], order[5:], [], [MANY, W])
+
+
+@gluon.jit
+def _half(base, rows, i: gl.constexpr, UNIT: gl.constexpr, W: gl.constexpr):
+    """Half a tile's rows of W words, from row i on, loaded; zeros where there is none."""
+    MANY: gl.constexpr = rows.shape[0] // 2
+    LAYOUT: gl.constexpr = _words(MANY, W)
+    row = rows.slice(i, MANY).load(gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(base + ((row * (UNIT // WORD))[:, None] + d), (row >= 0)[:, None], other=0)
+
+
+@gluon.jit
+def _put(to, i: gl.constexpr, x, kind: gl.constexpr):
+    """Words of fp8 into rows from i on of a tile of fp16, which is one of pairs in words as well."""
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    a, b = gl.inline_asm_elementwise(
+        E5M2 if kind == gl.float8e5 else E4M3, "=&r,=&r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    words = to._reinterpret(gl.int32, [to.shape[0], to.shape[1] // 2], PAIRS)
+    words.slice(i, x.shape[0]).store(gl.join(a, b).reshape([x.shape[0], 2 * x.shape[1]]))
+
+
+@gluon.jit
+def fetch_fp8(
+    q, k_base, v_base, slots, tile, low, high, q_tiles, k_ring, v_ring, places, barriers, strides, num_slots,
+    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """As `fetch`, but for the queries. Two loads are under way while one is widened, from tile to tile."""
+    _, _, k_rows, v_rows, there = places
+    _, k_full, k_empty, v_full, v_empty = barriers
+    _, _, kc_page, kc_token, vc_page, vc_token = strides
+    STAGES: gl.constexpr = v_ring.shape[0]
+    N: gl.constexpr = v_ring.shape[1]
+    W: gl.constexpr = v_ring.shape[2] // WORD
+    KIND: gl.constexpr = k_base.dtype.element_ty
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    each = gl.arange(0, N, EACH)
+    k_words = k_base.to(gl.pointer_type(gl.int32), bitcast=True)
+    v_words = v_base.to(gl.pointer_type(gl.int32), bitcast=True)
+    slot = gl.load(slots + (low + each), low + each < high, other=-1)
+    ok = (slot >= 0) & (slot < num_slots)
+    mine = gl.where(ok, slot, 0).to(gl.int64)
+    k_rows.index(0).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
+    if V_PAGE:
+        v_rows.index(0).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
+    a = _half(k_words, k_rows.index(0), 0, UNIT, W)
+    b = _half(k_words, k_rows.index(0), N // 2, UNIT, W)
+    slot = gl.load(slots + (low + N + each), low + N + each < high, other=-1)
+    stage = 0
+    free = 1
+    for j in range(low, high, N):
+        k, v, rows = k_ring[0].index(stage), v_ring.index(stage), v_rows.index(stage)
+        c = _half(v_words, rows, 0, UNIT, W)
+        mbarrier.wait(k_empty.index(stage), free)
+        there.index(stage).store(ok.to(gl.int32))
+        _put(k, 0, a, KIND)
+        a = _half(v_words, rows, N // 2, UNIT, W)
+        _put(k, N // 2, b, KIND)
+        fence_async_shared()
+        mbarrier.arrive(k_full.index(stage))
+        following = stage + 1
+        if following == STAGES:
+            following = 0
+        ok = (slot >= 0) & (slot < num_slots)
+        mine = gl.where(ok, slot, 0).to(gl.int64)
+        slot = gl.load(slots + (j + 2 * N + each), j + 2 * N + each < high, other=-1)
+        rows = k_rows.index(following)
+        rows.store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
+        if V_PAGE:
+            v_rows.index(following).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
+        b = _half(k_words, rows, 0, UNIT, W)
+        mbarrier.wait(v_empty.index(stage), free)
+        _put(v, 0, c, KIND)
+        c = _half(k_words, rows, N // 2, UNIT, W)
+        _put(v, N // 2, a, KIND)
+        fence_async_shared()
+        mbarrier.arrive(v_full.index(stage))
+        a = b
+        b = c
+        stage = following
+        if stage == 0:
+            free ^= 1
+
+
+@gluon.jit
+def scaled(q, to, PART: gl.constexpr, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: gl.constexpr):
+    """A group's own rows of the queries, times `sign`, put into a tile of fp16; by what powers of two (`exponent`)."""
+    D: gl.constexpr = to.shape[1]
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    at, head, asked = query(PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW)), tile, HEADS)
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+    x = gl.load(q + (((at * q_row + head * q_head) * UNIT)[:, None] + d), asked[:, None], other=0.0)
+    e = gl.full([ROWS], 127, gl.int32, gl.SliceLayout(1, ROW))
+    if q.dtype.element_ty != gl.float16:
+        e = exponent(gl.max(magnitude(x), 1))
+    to.store((x.to(gl.float32) * (power(e) * sign)[:, None]).to(gl.float16))
+    return e
