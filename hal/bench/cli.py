@@ -125,7 +125,7 @@ def offload(
     layers: Annotated[int, typer.Option(help="Of the model: rows of 8 heads of 128 in bf16, k and v.")] = 32,
     tokens: Annotated[int, typer.Option(help="Moved at a time.")] = 16384,
     engine: Annotated[
-        int, typer.Option(help="Tokens of a prompt that whole engines (vLLM 0.32) compute and get back; 0: none.")
+        int, typer.Option(help="Tokens of a prompt that whole engines compute and get back; 0: none.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
