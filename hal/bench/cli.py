@@ -100,6 +100,7 @@ def scale(
 @app.command()
 def link(
     device: Annotated[str, typer.Option(help="cpu, or cuda: from one GPU to another where there are two.")] = "cpu",
+    to_device: Annotated[str, typer.Option(help="The receiver's, where it is another: cpu or cuda.")] = "",
     tokens: Annotated[int, typer.Option(help="Of a request.")] = 512,
     layers: Annotated[int, typer.Option(help="Of the pools: rows of 8 heads of 128 in bf16.")] = 32,
     rounds: Annotated[int, typer.Option(help="Whose median is shown.")] = 9,
@@ -108,15 +109,17 @@ def link(
     """A link between two processes beside NIXL alone with the same bytes, in one run. Needs the extra nixl."""
     for option, value, expected in (
         ("--device", device, device in ("cpu", "cuda")),
+        ("--to-device", to_device, to_device in ("", "cpu", "cuda")),
         ("--tokens", tokens, tokens > 0 and tokens % 16 == 0),
         ("--layers", layers, layers > 0),
         ("--rounds", rounds, rounds > 0),
     ):
         if not expected:
-            what = {"--device": "cpu or cuda", "--tokens": "a multiple of 16, > 0"}.get(option, "an int > 0")
+            named = dict.fromkeys(("--device", "--to-device"), "cpu or cuda") | {"--tokens": "a multiple of 16, > 0"}
+            what = named.get(option, "an int > 0")
             raise ArgumentError("bench link", option, what, repr(value))
     raise typer.Exit(
-        run_part("hal.bench.link", "main", "hal bench link", "nixl", device, tokens, layers, rounds, as_json)
+        run_part("hal.bench.link", "main", "hal bench link", "nixl", device, to_device, tokens, layers, rounds, as_json)
     )
 
 

@@ -138,8 +138,11 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
     n = int(tokens)
     config = {"spec_name": spec, "cpu_bytes_to_use": 8 * 2**30}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
-    settings = {"enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector}
-    llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, vllm=settings))
+    settings = {
+        "enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector,
+        "kv_cache_memory_bytes": 8 * 2**30,
+    }  # fmt: skip
+    llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, memory=0.3, vllm=settings))
     vllm.check_engine("hal" if spec.startswith("Hal") else "stock", llm.apply_model(vllm._classes)[0])
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     rows, moved = [], _watched()
