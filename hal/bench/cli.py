@@ -166,7 +166,9 @@ def engine(
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
     memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization, SGLang's mem_fraction_static.")] = 0.85,
-    profile: Annotated[int, typer.Option(help="A prompt's length, profiled by kernel; 0: not.")] = 0,
+    profile: Annotated[
+        str, typer.Option(help="vllm: profiled by kernel: a prompt's length, a batch x context: 32768,128x1024.")
+    ] = "",
     settings: Annotated[
         str,
         typer.Option("--vllm", "--sglang", help='More of the engine\'s settings, as JSON: {"kv_cache_dtype": "fp8"}.'),
@@ -197,13 +199,18 @@ def engine(
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
-        seconds, memory, _read("--vllm", settings, json.loads), profile,
+        seconds, memory, _read("--vllm", settings, json.loads),
+        _read("--profile", profile, _profiles),
     )  # fmt: skip
     _leave("hal.bench.vllm", "main", options, chosen, rounds, report, together)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
     return [(int(b), int(c)) for b, c in (p.split("x") for p in text.split(",") if p)]
+
+
+def _profiles(text: str) -> list[tuple[int, int]]:
+    return _pairs(",".join(p if "x" in p else f"0x{p}" for p in text.split(",") if p))
 
 
 def _numbers(text: str) -> list[int]:
@@ -214,7 +221,8 @@ def _read(option: str, text: str, parse: Any) -> Any:
     try:
         return parse(text)
     except ValueError:
-        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768"}.get(option, "JSON")
+        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768",
+                    "--profile": "such as 32768,128x1024"}.get(option, "JSON")  # fmt: skip
         raise ArgumentError("bench engine", option, expected, repr(text)) from None
 
 
