@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -176,8 +177,7 @@ class HalOffloadingWorker(OffloadingWorker):
 
     def _pair(self, on_device: Any, on_host: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """For each group of layers: (slots of the device, slots of the host), int64 ``[n]`` on the CPU."""
-        blocks = torch.from_numpy(on_device.block_ids).long()
-        chunks = torch.from_numpy(on_host.block_ids).long()
+        blocks, chunks = (ids.block_ids.astype(np.int64) for ids in (on_device, on_host))
         _check("block", blocks, self.blocks)
         _check("chunk of the host pool", chunks, self.slots // self.blocks_per_chunk)
         sizes, firsts = on_device.group_sizes, on_device.block_indices
@@ -187,13 +187,13 @@ class HalOffloadingWorker(OffloadingWorker):
         for size, first in zip(sizes, firsts, strict=True):
             # A request's blocks may begin in the middle of a chunk.
             skip = first % self.blocks_per_chunk if size else 0
-            places = torch.arange(skip, skip + size, dtype=torch.int64, device="cpu")
+            places = np.arange(skip, skip + size)
             whole = -(-(skip + size) // self.blocks_per_chunk) if size else 0
             here = chunks[chunk : chunk + whole]
             if len(here) != whole or block + size > len(blocks):
                 raise ValueError(f"expected {whole} chunks for {size} blocks; got {len(here)} of {len(chunks)}")
             host = here[places // self.blocks_per_chunk] * self.blocks_per_chunk + places % self.blocks_per_chunk
-            yield blocks[block : block + size], host
+            yield torch.from_numpy(blocks[block : block + size]), torch.from_numpy(host)
             block, chunk = block + size, chunk + whole
         if (block, chunk) != (len(blocks), len(chunks)):
             raise ValueError(
@@ -232,8 +232,8 @@ def _rows(blocks: Tensor) -> Tensor:
     return torch.unflatten(blocks, 1, (count, size // count))
 
 
-def _check(what: str, ids: Tensor, count: int) -> None:
-    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+def _check(what: str, ids: np.ndarray, count: int) -> None:
+    if len(ids) and not (ids.min() >= 0 and ids.max() < count):
         raise ValueError(f"expected each {what} in [0, {count}); got {ids.tolist()}")
 
 
