@@ -107,22 +107,33 @@ def test_a_request_may_begin_in_the_middle_of_a_chunk() -> None:
     assert not host[[0, 2, 3]].any()
 
 
-@pytest.mark.parametrize("sizes", [(96, 96, 96), (4 * offload.WIDEST,), (3 * 70_000, 16, 3 * 70_000), (9999,)])
-def test_a_slot_of_the_host_is_one_piece_of_memory(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ((96, 96, 96), "page_first"),
+        ((4 * offload.WIDEST,), "page_first"),
+        ((3 * 70_000, 16, 3 * 70_000), "page_first"),
+        ((9999,), "page_first"),
+        # Copied as it is: what is no granule of the host's is not staged.
+        ((offload.ENGINE_BYTES + 16,), "layer_first"),
+    ],
+)
+def test_a_slot_of_the_host_is_one_piece_of_memory(sizes: tuple[int, ...], layout: str) -> None:
     """The blocks of all layers that are alike, one after the other, in rows that kernels can hold."""
     pool = Pool(sizes=sizes, groups=(tuple(range(len(sizes))),))
-    before = [[pool.row(t, b) for b in range(BLOCKS)] for t in range(len(sizes))]
+    tensors = [t.tensor for t in pool.caches.tensors]
+    before = [t[2].clone() for t in tensors]
     pool.worker.submit_store(1, blocks([7, 2, 9], firsts=(0,)), chunks(4, 0, 3))
     (group,) = pool.worker.groups
-    assert sum(host.num_layers * host.row_shape[0] for _, host in group) == sum(sizes)
-    for _, host in group:
-        assert host.layout == "page_first"
-        assert host.row_shape[0] <= offload.WIDEST
-    same = [before[t][2] for t in range(len(sizes)) if sizes[t] == sizes[0]]
-    width = len(same) * sizes[0]
-    assert pool.worker.host[:width].tolist() == [x for row in same for x in row]
+    assert sum(p.host.num_layers * p.host.row_shape[0] for p in group) == sum(sizes)
+    for p in group:
+        assert p.host.layout == layout
+        assert p.host.row_shape[0] <= offload.WIDEST
+        assert p.method(3) == ("direct" if layout == "layer_first" else "auto")
+    same = torch.cat([row for row in before if len(row) == sizes[0]])
+    assert torch.equal(pool.worker.host[: len(same)], same)
     pool.worker.submit_load(2, chunks(0), blocks([5], firsts=(0,)))
-    assert [pool.row(t, 5) for t in range(len(sizes))] == [row[2] for row in before]
+    assert all(torch.equal(t[5], row) for t, row in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize(

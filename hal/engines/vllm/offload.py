@@ -79,6 +79,29 @@ class Transfer:
         return TransferResult(self.job, True, self.bytes, self.seconds)
 
 
+ENGINE_BYTES = 1 << 20
+"""Of a block in one piece, from which the copy engine is at its best without gathering: 64 KB are not enough."""
+KERNEL_BYTES = 256 << 20
+"""Of a transfer of smaller pieces, up to which a kernel is done before the copy engine has been told all of them."""
+
+
+@dataclass
+class Pools:
+    """vLLM's blocks of one kind of row, and the host's."""
+
+    device: KVPool
+    host: KVPool
+    whole: bool
+    """A block is one piece of memory at both ends, and a large one."""
+
+    def method(self, blocks: int) -> str:
+        """Of `kv_transfer`."""
+        if self.whole:
+            return "direct"
+        size = blocks * self.device.num_layers * self.device.row_shape[0]
+        return "kernel" if self.device.device.type == "cuda" and size < KERNEL_BYTES else "auto"
+
+
 class HalOffloadingWorker(OffloadingWorker):
     """One process's host pool, and the copies to and from it: those of one way one after the other in a stream of their
     own. A step's kernels do not wait for them, and they wait for the kernels that were launched before.
@@ -105,8 +128,8 @@ class HalOffloadingWorker(OffloadingWorker):
             store: self.module.Stream(self.device) if self.module else None for store in self.pending
         }
 
-    def _pools(self, pages: list[Tensor], refs: Any) -> list[list[tuple[KVPool, KVPool]]]:
-        """For each group of layers: (pool of vLLM's blocks, pool on the host), one pair a kind of row."""
+    def _pools(self, pages: list[Tensor], refs: Any) -> list[list[Pools]]:
+        """For each group of layers: pools of each kind of row."""
         kinds: dict[tuple[int, int], list[int]] = {}
         for i, page in enumerate(pages):
             # Rows of one pool are of one size, and one layout.
@@ -117,7 +140,7 @@ class HalOffloadingWorker(OffloadingWorker):
             part = self.host[at : at + self.slots * count * size].view(self.slots, count, size)
             parts.append((same, part, part.split_with_sizes([pages[i].shape[1] for i in same], dim=1)))
             at += part.numel()
-        groups: list[list[tuple[KVPool, KVPool]]] = []
+        groups: list[list[Pools]] = []
         for group in refs:
             used = {r.tensor_idx for r in group}
             groups.append([])
@@ -126,8 +149,11 @@ class HalOffloadingWorker(OffloadingWorker):
                 if mine:
                     here = KVPool([row for i in mine for row in pages[i].unbind(1)])
                     rows = [row for i, c in zip(same, columns, strict=True) if i in used for row in c.unbind(1)]
-                    # Only of all of it is a slot one piece of memory.
-                    groups[-1].append((here, KVPool(part, layout="page_first") if mine == same else KVPool(rows)))
+                    whole = len(mine) == 1 and pages[mine[0]][0].numel() >= ENGINE_BYTES
+                    # Only of all of it is a slot one piece of memory, through which blocks are gathered and staged.
+                    staged = mine == same and not whole
+                    there = KVPool(part, layout="page_first") if staged else KVPool(rows)
+                    groups[-1].append(Pools(here, there, whole))
         return groups
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -150,12 +176,13 @@ class HalOffloadingWorker(OffloadingWorker):
             transfer = Transfer(job, 0)
             with self._apart(transfer, self.streams[store]):
                 for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
-                    for device, host in pools if len(device_slots) else ():
+                    for p in pools if len(device_slots) else ():
+                        method = p.method(len(device_slots))
                         if store:
-                            hal.kv_transfer(device, host, device_slots, host_slots)
+                            hal.kv_transfer(p.device, p.host, device_slots, host_slots, method=method)
                         else:
-                            hal.kv_transfer(host, device, host_slots, device_slots)
-                        transfer.bytes += len(device_slots) * device.num_layers * device.row_shape[0]
+                            hal.kv_transfer(p.host, p.device, host_slots, device_slots, method=method)
+                        transfer.bytes += len(device_slots) * p.device.num_layers * p.device.row_shape[0]
         except Exception as e:
             raise _error(f"{what}: {e}") from e
         self.pending[store].append(transfer)
