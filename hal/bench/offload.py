@@ -59,7 +59,7 @@ def measure(layers: int, block_size: int, count: int, together: bool = False) ->
     """GB/s of storing and loading `count` blocks, medians.
 
     Args:
-        together: all layers of a block are one piece of memory, as where vLLM 0.26 has but one kind of layer.
+        together: all layers of a block are one piece of memory, as by the older of vLLM 0.26's model runners.
 
     Raises:
         HalError: bytes came back otherwise than they went.
@@ -190,7 +190,8 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
         env |= {"HAL_ENGINES": switch} if switch else {}
         program = "import sys; from hal.bench.offload import child; child(*sys.argv[1:])"
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            subprocess.run([sys.executable, "-c", program, spec, str(tokens), shape, out.name], env=env, check=True)
+            command = [sys.executable, "-c", program, spec, str(tokens), shape, out.name]
+            subprocess.run(command, env=env, check=True, stdout=2)  # vLLM's logs are no part of a report
             rows = json.loads(Path(out.name).read_text())["rows"]
         for what in ("computed", "returned"):
             row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)

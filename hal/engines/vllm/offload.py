@@ -5,7 +5,7 @@ the host pool is one piece of memory with a block of every layer, so that the co
 read from the host when its store was reported by `get_finished`, and by vLLM's contract not before.
 
 vLLM 0.26 and 0.32 differ: in 0.26 the spec's `num_blocks` are what 0.32 calls `num_chunks`, there is no
-`canonical_layout`, and all layers of a block may be one tensor's row.
+`canonical_layout`, and by its older model runner all layers of a block are one tensor's row.
 """
 
 from __future__ import annotations
