@@ -100,6 +100,7 @@ def scale(
 @app.command()
 def link(
     device: Annotated[str, typer.Option(help="cpu, or cuda: from one GPU to another where there are two.")] = "cpu",
+    to_device: Annotated[str, typer.Option(help="The receiver's, where it is another: cpu or cuda.")] = "",
     tokens: Annotated[int, typer.Option(help="Of a request.")] = 512,
     layers: Annotated[int, typer.Option(help="Of the pools: rows of 8 heads of 128 in bf16.")] = 32,
     rounds: Annotated[int, typer.Option(help="Whose median is shown.")] = 9,
@@ -108,15 +109,17 @@ def link(
     """A link between two processes beside NIXL alone with the same bytes, in one run. Needs the extra nixl."""
     for option, value, expected in (
         ("--device", device, device in ("cpu", "cuda")),
+        ("--to-device", to_device, to_device in ("", "cpu", "cuda")),
         ("--tokens", tokens, tokens > 0 and tokens % 16 == 0),
         ("--layers", layers, layers > 0),
         ("--rounds", rounds, rounds > 0),
     ):
         if not expected:
-            what = {"--device": "cpu or cuda", "--tokens": "a multiple of 16, > 0"}.get(option, "an int > 0")
+            named = dict.fromkeys(("--device", "--to-device"), "cpu or cuda") | {"--tokens": "a multiple of 16, > 0"}
+            what = named.get(option, "an int > 0")
             raise ArgumentError("bench link", option, what, repr(value))
     raise typer.Exit(
-        run_part("hal.bench.link", "main", "hal bench link", "nixl", device, tokens, layers, rounds, as_json)
+        run_part("hal.bench.link", "main", "hal bench link", "nixl", device, to_device, tokens, layers, rounds, as_json)
     )
 
 
@@ -125,7 +128,7 @@ def offload(
     layers: Annotated[int, typer.Option(help="Of the model: rows of 8 heads of 128 in bf16, k and v.")] = 32,
     tokens: Annotated[int, typer.Option(help="Moved at a time.")] = 16384,
     engine: Annotated[
-        int, typer.Option(help="Tokens of a prompt that whole engines (vLLM 0.32) compute and get back; 0: none.")
+        int, typer.Option(help="Tokens of a prompt that whole engines compute and get back; 0: none.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -163,7 +166,9 @@ def engine(
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     seconds: Annotated[float, typer.Option(help="Of an engine: no point begins after it.")] = 1e9,
     memory: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization, SGLang's mem_fraction_static.")] = 0.85,
-    profile: Annotated[int, typer.Option(help="A prompt's length, profiled by kernel; 0: not.")] = 0,
+    profile: Annotated[
+        str, typer.Option(help="vllm: profiled by kernel: a prompt's length, a batch x context: 32768,128x1024.")
+    ] = "",
     settings: Annotated[
         str,
         typer.Option("--vllm", "--sglang", help='More of the engine\'s settings, as JSON: {"kv_cache_dtype": "fp8"}.'),
@@ -194,13 +199,18 @@ def engine(
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
-        seconds, memory, _read("--vllm", settings, json.loads), profile,
+        seconds, memory, _read("--vllm", settings, json.loads),
+        _read("--profile", profile, _profiles),
     )  # fmt: skip
     _leave("hal.bench.vllm", "main", options, chosen, rounds, report, together)
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
     return [(int(b), int(c)) for b, c in (p.split("x") for p in text.split(",") if p)]
+
+
+def _profiles(text: str) -> list[tuple[int, int]]:
+    return _pairs(",".join(p if "x" in p else f"0x{p}" for p in text.split(",") if p))
 
 
 def _numbers(text: str) -> list[int]:
@@ -211,7 +221,8 @@ def _read(option: str, text: str, parse: Any) -> Any:
     try:
         return parse(text)
     except ValueError:
-        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768"}.get(option, "JSON")
+        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768",
+                    "--profile": "such as 32768,128x1024"}.get(option, "JSON")  # fmt: skip
         raise ArgumentError("bench engine", option, expected, repr(text)) from None
 
 

@@ -79,17 +79,23 @@ def _steps(sent: Transfer, received: dict[str, float]) -> dict[str, float]:
     return {name: t - begin for name, t in sorted(at.items(), key=lambda item: item[1])}
 
 
-def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> dict[str, Any]:
+def measure(tokens: int, layers: int, rounds: int, device: str, layout: str, to_device: str = "") -> dict[str, Any]:
     """GB/s of both, medians of `rounds`, interleaved.
+
+    Args:
+        to_device: the receiver's, ``cpu`` or ``cuda``; ``""``: as `device`. Where there are two GPUs, both are used.
 
     Raises:
         HalError: rows came otherwise than they were sent.
     """
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
-    second = "cuda:1" if device == "cuda" and torch.cuda.device_count() > 1 else device
+    second = to_device or device
+    if device == second == "cuda" and torch.cuda.device_count() > 1:
+        second = "cuda:1"
     child = spawn.Process(target=_receive, args=(theirs, tokens, layers, layout, second), daemon=True)
     child.start()
+    theirs.close()  # so that its end is heard of
     pool = _pool(tokens, layers, "layer_first", device)
     for t in pool.tensors:
         t.copy_(torch.randn(t.shape, dtype=torch.float32, device=t.device))
@@ -102,7 +108,7 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> 
             wait(peer)
             for i in range(rounds + 1):
                 pipe.send(f"r{i}")
-                while f"r{i}" not in peer.wants:
+                while f"r{i}" not in peer.wants and peer.error is None:
                     link.poll()
                 begin = time.perf_counter()
                 sent = link.send(peer, f"r{i}", slots)
@@ -133,21 +139,22 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str) -> 
     size = sum(t.numel() * t.element_size() for t in pool.tensors)
     rates = {name: size / statistics.median(times) / 1e9 for name, times in found.items()}
     return {
-        "device": device, "to": layout, "bytes": size, "tokens": tokens, "layers": layers,
+        "device": device, "to device": second, "to": layout, "bytes": size, "tokens": tokens, "layers": layers,
         **{f"{name} GB/s": rate for name, rate in rates.items()},
         "link / plain": rates["link"] / rates["plain"],
         "steps, ms": {name: statistics.median(times) * 1e3 for name, times in steps.items()},
     }  # fmt: skip
 
 
-def main(device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> int:
-    rows = [measure(tokens, layers, rounds, device, layout) for layout in ("layer_first", "page_head")]
+def main(device: str, to_device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> int:
+    rows = [measure(tokens, layers, rounds, device, layout, to_device) for layout in ("layer_first", "page_head")]
     if as_json:
         print(json.dumps(rows))
         return 0
-    print(f"{'device':<7}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}")
+    print(f"{'device':<13}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}")
     for r in rows:
-        print(f"{r['device']:<7}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
+        devices = f"{r['device']}, {r['to device']}"
+        print(f"{devices:<13}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
               f"{r['link GB/s']:>12.3f}{r['link / plain']:>14.3f}")  # fmt: skip
         print("  over after: " + ", ".join(f"{name} {ms:.2f}" for name, ms in r["steps, ms"].items()) + " ms")
     return 0

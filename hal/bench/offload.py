@@ -33,8 +33,10 @@ TOKEN = 2 * 8 * 128 * 2
 ROUNDS = 7
 
 
-def _caches(layers: int, blocks: int, block_size: int) -> CanonicalKVCaches:
+def _caches(layers: int, blocks: int, block_size: int, together: bool) -> CanonicalKVCaches:
     size = block_size * TOKEN
+    if together:
+        layers, size = 1, layers * size
     g = torch.Generator("cuda").manual_seed(0)
     tensors = [
         CanonicalKVCacheTensor(
@@ -53,13 +55,16 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
+def measure(layers: int, block_size: int, count: int, together: bool = False) -> dict[str, Any]:
     """GB/s of storing and loading `count` blocks, medians.
+
+    Args:
+        together: all layers of a block are one piece of memory, as by the older of vLLM 0.26's model runners.
 
     Raises:
         HalError: bytes came back otherwise than they went.
     """
-    caches = _caches(layers, 2 * count, block_size)
+    caches = _caches(layers, 2 * count, block_size, together)
     workers = {"stock": CPUOffloadingWorker(caches, 1, count), "hal": HalOffloadingWorker(caches, 1, count)}
     pick = random.Random(0)
     source, target = pick.sample(range(2 * count), count), list(range(count))
@@ -89,7 +94,9 @@ def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
                 raise hal.HalError(f"hal: bench offload: {name}'s blocks came back otherwise than they went")
         for way, copy in (("store", lambda: pinned.copy_(flat)), ("load", lambda: flat.copy_(pinned))):
             found.setdefault(("memcpy", way), []).append(pinned.numel() / _seconds(copy))
-    row: dict[str, Any] = {"layers": layers, "block_size": block_size, "blocks": count, "bytes": size}
+    row: dict[str, Any] = {
+        "layers": layers, "block_size": block_size, "blocks": count, "bytes": size, "layers together": together,
+    }  # fmt: skip
     for (name, way), rates in found.items():
         row[f"{way} {name} GB/s"] = statistics.median(rates) / 1e9
     for way in ("store", "load"):
@@ -100,23 +107,27 @@ def measure(layers: int, block_size: int, count: int) -> dict[str, Any]:
     return row
 
 
-def _watched() -> list[Any]:
-    """From now on, the results of all loads of both workers in this process, in vLLM's own terms."""
-    loads: set[int] = set()
-    found: list[Any] = []
-    for worker in (CPUOffloadingWorker, HalOffloadingWorker):
+def _watched() -> dict[str, list[Any]]:
+    """From now on, the results of all stores and loads of both workers in this process, in vLLM's own terms."""
+    ways: dict[int, str] = {}
+    found: dict[str, list[Any]] = {"store": [], "load": []}
 
-        def submit(self: Any, job: int, source: Any, target: Any, inner: Any = worker.submit_load) -> Any:
-            loads.add(job)
-            return inner(self, job, source, target)
+    def named(inner: Any, way: str) -> Any:
+        return lambda self, job, *specs: (ways.update({job: way}), inner(self, job, *specs))[1]
 
-        def finished(self: Any, inner: Any = worker.get_finished) -> Any:
+    def finished(inner: Any) -> Any:
+        def call(self: Any) -> Any:
             results = inner(self)
-            found.extend(r for r in results if r.job_id in loads)
+            for r in results:
+                found[ways.pop(r.job_id)].append(r)
             return results
 
-        setattr(worker, "submit_load", submit)  # noqa: B010
-        setattr(worker, "get_finished", finished)  # noqa: B010
+        return call
+
+    for worker in (CPUOffloadingWorker, HalOffloadingWorker):
+        for way in found:
+            setattr(worker, f"submit_{way}", named(getattr(worker, f"submit_{way}"), way))
+        setattr(worker, "get_finished", finished(worker.get_finished))  # noqa: B010
     return found
 
 
@@ -125,25 +136,33 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
     from hal.bench import vllm
 
     n = int(tokens)
-    config = {"spec_name": spec, "cpu_bytes_to_use": 16 * 2**30}
+    config = {"spec_name": spec, "cpu_bytes_to_use": 8 * 2**30}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
-    settings = {"enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector}
-    llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, vllm=settings))
+    settings = {
+        "enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector,
+        "kv_cache_memory_bytes": 8 * 2**30,
+    }  # fmt: skip
+    llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, memory=0.3, vllm=settings))
+    vllm.check_engine("hal" if spec.startswith("Hal") else "stock", llm.apply_model(vllm._classes)[0])
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    rows, loads = [], _watched()
+    rows, moved = [], _watched()
     for i in range(4):
         pick = random.Random(i)
         prompt = {"prompt_token_ids": [pick.randrange(1, vocabulary) for _ in range(n)]}
         row: dict[str, Any] = {}
         for what in ("computed", "returned"):
             seconds, made = _generate(llm, prompt)
-            row |= {f"{what} ms": seconds * 1e3, f"{what} cached": made.num_cached_tokens}
+            row |= {f"{what} ms": seconds * 1e3, f"{what} cached": made.num_cached_tokens or 0}
             row[f"{what} token"] = list(made.outputs[0].token_ids)
-            time.sleep(0.3)  # until what is stored has been
-            _generate(llm, {"prompt_token_ids": [1, 2, 3]})  # a step, in which that is reported
-            llm.reset_prefix_cache()
-        row["GB/s"] = sum(r.transfer_size for r in loads) / max(sum(r.transfer_time for r in loads), 1e-9) / 1e9
-        loads.clear()
+            for _ in range(2):  # a step that begins to store, and one in which it is reported
+                _generate(llm, {"prompt_token_ids": [1, 2, 3]})
+                time.sleep(0.3)
+            if not llm.reset_prefix_cache():
+                raise hal.HalError("hal: bench offload: vLLM keeps its prefix cache: nothing would come back")
+        for way, results in moved.items():
+            seconds = sum(r.transfer_time for r in results)
+            row |= {f"{way} GB": sum(r.transfer_size for r in results) / 1e9, f"{way} s": seconds}
+            results.clear()
         rows.append(row)
     size = llm.llm_engine.vllm_config.cache_config.block_size
     Path(file).write_text(json.dumps({"spec": spec, "block_size": size, "rows": rows[1:]}))
@@ -161,7 +180,8 @@ def _generate(llm: Any, prompt: dict[str, list[int]]) -> tuple[float, Any]:
 def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
     """A prompt whose blocks come back from the host, on stock vLLM and on hal, a process each, beside computing it.
 
-    `cached` of its tokens came back at the least; GB/s: of those copies, as vLLM's workers report them.
+    `cached` of its tokens came back at the least, which is `hit rate` of them; GB/s of those copies, and of the stores
+    before, as vLLM's workers report them.
     """
     row: dict[str, Any] = {"shape": shape, "tokens": tokens}
     for name, spec, switch in (("stock", "CPUOffloadingSpec", ""), ("hal", "HalOffloadingSpec", "vllm")):
@@ -170,13 +190,18 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
         env |= {"HAL_ENGINES": switch} if switch else {}
         program = "import sys; from hal.bench.offload import child; child(*sys.argv[1:])"
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            subprocess.run([sys.executable, "-c", program, spec, str(tokens), shape, out.name], env=env, check=True)
+            command = [sys.executable, "-c", program, spec, str(tokens), shape, out.name]
+            subprocess.run(command, env=env, check=True, stdout=2)  # vLLM's logs are no part of a report
             rows = json.loads(Path(out.name).read_text())["rows"]
         for what in ("computed", "returned"):
             row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)
-        row[f"{name} GB/s"] = statistics.median(r["GB/s"] for r in rows)
-        row[f"{name} cached"] = min(r["returned cached"] or 0 for r in rows)
+        for way in ("store", "load"):
+            row[f"{name} {way} GB/s"] = statistics.median(r[f"{way} GB"] / r[f"{way} s"] for r in rows if r[f"{way} s"])
+        row[f"{name} cached"] = min(r["returned cached"] for r in rows)
+        row[f"{name} hit rate"] = row[f"{name} cached"] / tokens
         row[f"{name} equal"] = all(r["computed token"] == r["returned token"] for r in rows)
+    for way in ("store", "load"):
+        row[f"{way} hal / stock"] = row[f"hal {way} GB/s"] / row[f"stock {way} GB/s"]
     row["stock / hal, returned"] = row["stock returned ms"] / row["hal returned ms"]
     return row
 
@@ -184,8 +209,11 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
 def main(layers: int, tokens: int, engine_tokens: int, as_json: bool) -> int:
     if not torch.cuda.is_available():
         raise hal.HalError("hal: bench offload: expected a CUDA device; there is none. tests/scale runs it on a CPU.")
-    rows = [measure(layers, block_size, tokens // block_size) for block_size in (16, 64)]
-    rows.append(measure(layers, 16, 64))
+    rows = [
+        measure(layers, block_size, count, together)
+        for block_size, count in ((16, tokens // 16), (64, tokens // 64), (16, 64))
+        for together in (False, True)
+    ]
     engine = returned(engine_tokens) if engine_tokens else {}
     if as_json:
         print(json.dumps({"machine": machine("cuda"), "vllm": version("vllm"), "rows": rows, "engine": engine}))
@@ -193,9 +221,10 @@ def main(layers: int, tokens: int, engine_tokens: int, as_json: bool) -> int:
     for name, value in engine.items():
         print(f"{name}: {value}")
     shown = ("stock GB/s", "hal GB/s", "memcpy GB/s", "hal / stock", "hal / memcpy")
-    print(f"{'block':>6}{'MB':>7}  {'':6}" + "".join(f"{name:>14}" for name in shown))
+    print(f"{'block':>6}{'MB':>7}  {'layers':<10}{'':6}" + "".join(f"{name:>14}" for name in shown))
     for r in rows:
         for way in ("store", "load"):
             figures = "".join(f"{r[f'{way} {name}']:>14.3f}" for name in shown)
-            print(f"{r['block_size']:>6}{r['bytes'] / 1e6:>7.0f}  {way:6}{figures}")
+            layout = "together" if r["layers together"] else "apart"
+            print(f"{r['block_size']:>6}{r['bytes'] / 1e6:>7.0f}  {layout:<10}{way:6}{figures}")
     return 0

@@ -46,7 +46,8 @@ class Options:
         seconds: of an engine: no point begins after it.
         memory: vLLM's gpu_memory_utilization.
         vllm: more settings of ``LLM(...)``.
-        profile: a prompt's length, whose first step is profiled, kernel by kernel; 0: not.
+        profile: what is profiled, kernel by kernel: prompts by their length (0, length) until their first token, decode
+            by (batch, context), `steps` steps.
         turns: a folder by which engines that share the device take turns (`_Turns`); "": each has it alone.
     """
 
@@ -59,7 +60,7 @@ class Options:
     seconds: float = 1e9
     memory: float = 0.85
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    profile: int = 0
+    profile: Sequence[tuple[int, int]] = ()
     turns: str = ""
 
 
@@ -73,7 +74,7 @@ def child(engine: str, options: str, file: str) -> None:
 
 def measure(engine: str, options: Options) -> dict[str, Any]:
     begin = time.perf_counter()
-    found: dict[str, Any] = {"engine": engine, "decode": [], "ttft": [], "skipped": []}
+    found: dict[str, Any] = {"engine": engine, "decode": [], "ttft": [], "skipped": [], "profiles": []}
     llm = _engine(options)
     found["start_s"] = round(time.perf_counter() - begin, 1)
     found["classes"] = llm.apply_model(_classes)[0]
@@ -98,9 +99,11 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
             yield f"ttft {n}", lambda n=n: found["ttft"].append(_ttft(llm, prompt, n))  # type: ignore[misc]
         if options.throughput:
             yield "throughput", lambda: found.update(throughput=_throughput(llm, prompt, options.throughput))
-        if options.profile:
-            one = lambda: llm.generate([prompt(options.profile, 1)], _greedy(1), use_tqdm=False)  # noqa: E731
-            yield "profile", lambda: found.update(profile=_profile(one))
+        for batch, n in options.profile:
+            yield (
+                f"profile {batch or 'prompt'} x {n}",
+                lambda b=batch, n=n: found["profiles"].append(_profile(llm, prompt, b, n, options.steps)),  # type: ignore[misc]
+            )
 
     for name, run in points():
         if time.perf_counter() - begin > options.seconds:
@@ -123,9 +126,10 @@ def _engine(options: Options) -> Any:
     Path(folder, "config.json").write_text(
         json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
     )
-    prompts = [n + 64 for n in (*options.ttft, options.profile)]
-    longest = max([c + _room(b, c, options.steps) for b, c in options.decode] + prompts + [1024])
-    batch = max([b for b, _ in options.decode] + [16])
+    decode = [*options.decode, *((b, c) for b, c in options.profile if b)]
+    prompts = [n + 64 for n in (*options.ttft, *(c for b, c in options.profile if not b))]
+    longest = max([c + _room(b, c, options.steps) for b, c in decode] + prompts + [1024])
+    batch = max([b for b, _ in decode] + [16])
     sizes = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n <= batch} | {batch})
     settings: dict[str, Any] = {
         "model": folder, "load_format": "hal_random", "dtype": options.dtype, "skip_tokenizer_init": True,
@@ -256,11 +260,19 @@ def _ttft(llm: Any, prompt: Any, n: int) -> dict[str, Any]:
     return {"tokens": n, "ms": statistics.median(times[1:]), "least_ms": min(times[1:]), "all_ms": times[1:]}
 
 
-def _profile(run: Callable[[], Any]) -> list[dict[str, Any]]:
+def _profile(llm: Any, prompt: Any, batch: int, n: int, steps: int) -> dict[str, Any]:
     from hal.bench.timing import time_kernels
 
-    run()  # what is compiled on first use
-    return time_kernels(run)
+    if batch:
+        kernels: list[dict[str, Any]] = []
+        _decode(llm, prompt, batch, n, steps, lambda run: kernels.extend(time_kernels(run)))
+        return {"batch": batch, "context": n, "steps": steps, "kernels": kernels}
+
+    def one() -> None:
+        llm.generate([prompt(n, 1)], _greedy(1), use_tqdm=False)
+
+    one()  # what is compiled on first use
+    return {"tokens": n, "kernels": time_kernels(one)}
 
 
 def _room(batch: int, context: int, steps: int) -> int:
@@ -268,8 +280,11 @@ def _room(batch: int, context: int, steps: int) -> int:
     return steps + 64 + batch * context // 2048
 
 
-def _decode(llm: Any, prompt: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Steps in which every request decodes, timed from one finished step to another."""
+def _decode(
+    llm: Any, prompt: Any, batch: int, context: int, steps: int,
+    around: Callable[[Callable[[], None]], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Steps in which every request decodes, timed from one finished step to another; `around` calls what runs them."""
     engine = llm.llm_engine
     for i in range(batch):
         engine.add_request(
@@ -281,10 +296,17 @@ def _decode(llm: Any, prompt: Any, batch: int, context: int, steps: int) -> dict
             made[out.request_id] = len(out.outputs[0].token_ids)
     _wait()
     marks, total = [time.perf_counter()], sum(made.values())
-    for _ in range(steps):
-        for out in engine.step():
-            made[out.request_id] = len(out.outputs[0].token_ids)
-        marks.append(time.perf_counter())
+
+    def run() -> None:
+        for _ in range(steps):
+            for out in engine.step():
+                made[out.request_id] = len(out.outputs[0].token_ids)
+            marks.append(time.perf_counter())
+
+    if around is None:
+        run()
+    else:
+        around(run)
     tokens = sum(made.values()) - total
     seconds = marks[-1] - marks[0]
     engine.abort_request(list(made))

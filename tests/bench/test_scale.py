@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from hal.bench import scale
 
 SHAPES = list(scale.SHAPES.values())
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "scale.md"
 
 
 def test_bytes_a_token() -> None:
@@ -27,6 +29,17 @@ def test_the_model_gives_what_was_measured() -> None:
     llama = scale.SHAPES["Llama-3.1-8B"]
     assert llama.compute(4096) == pytest.approx(0.1007, rel=0.01)
     assert llama.compute(7000) == pytest.approx(0.1794, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+def test_no_prefill_was_quicker_than_the_model(name: str) -> None:
+    """So a link that is fast enough by the model is fast enough."""
+    files = sorted((ROOT / "bench" / "results").glob(f"h200-vllm-{name.lower()}*.json"))
+    runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
+    times = [(t["tokens"], t["ms"] * 1e-3) for run in runs for t in run["ttft"]]
+    assert {4096, 32768} <= {n for n, _ in times}
+    for tokens, seconds in times:
+        assert 0.4 < scale.SHAPES[name].compute(tokens) / seconds < 1.02
 
 
 @pytest.mark.parametrize("shape", SHAPES)

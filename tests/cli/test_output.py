@@ -179,6 +179,8 @@ def test_a_device_that_is_none(
         (("engine", "vllm", "--shape", "none"), "engine: --shape: expected "),
         (("engine", "vllm", "--decode", "1by2"), "engine: --decode: expected such as 1x1024,32x1024; got '1by2'"),
         (("engine", "vllm", "--ttft", "long"), "engine: --ttft: expected such as 4096,32768; got 'long'"),
+        (("engine", "vllm", "--profile", "1y2"), "engine: --profile: expected such as 32768,128x1024; got '1y2'"),
+        (("link", "--to-device", "npu"), "link: --to-device: expected cpu or cuda; got 'npu'"),
         (("engine", "vllm", "--vllm", "{"), "engine: --vllm: expected JSON; got '{'"),
     ],
 )

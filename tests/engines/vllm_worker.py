@@ -58,11 +58,13 @@ def build(job: dict[str, Any]) -> tuple[Any, Counter[str]]:
 def clean() -> None:
     """One model's memory at a time, and its groups of processes: a model of experts wants one more than others."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     rotary = sys.modules.get("hal.engines.vllm.rotary")
     if rotary is not None:
         rotary._bound.cache_clear()  # the next job may be another backend's
     gc.collect()
+    ensure_kv_transfer_shutdown()  # which the next engine would take for its own
     destroy_model_parallel()
     destroy_distributed_environment()
 

@@ -15,7 +15,8 @@ from scale.link_peer import SLOTS, TO, meet, pool, remote_of, rows, until
 
 import hal
 from hal.bench import link as bench
-from hal.engines.nixl import Link, wait, wire
+from hal.engines.nixl import Link, LinkError, wait, wire
+from hal.engines.nixl.slots import Generations
 
 pytestmark = pytest.mark.usefixtures("tcp")
 
@@ -102,6 +103,28 @@ def back(a: Link, b: Link) -> Any:
     found = b.accept()
     wait(peer, found)
     return found
+
+
+def test_no_operator_of_torch_indexes_a_list_of_slots() -> None:
+    """From 3,000 elements on those wait for other threads, milliseconds each."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    generations = Generations(hal.KVPool(torch.zeros(1, 8192, 1), page_size=16))
+    with Seen():
+        stamped = generations.stamp(torch.arange(4096))
+        generations.check(stamped, "r")
+        generations.freed(torch.arange(16))
+    with pytest.raises(LinkError, match="a stale list of slots"):
+        generations.check(stamped, "r")
+    assert "aten.clone.default" in called
+    assert not [name for name in called if "index" in name]
 
 
 def test_the_example() -> None:

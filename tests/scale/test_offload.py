@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,20 +40,20 @@ GROUPS = ((0, 1), (2, 1))
 """The tensors of each group of layers: one is shared."""
 
 
-def caches() -> CanonicalKVCaches:
+def caches(sizes: tuple[int, ...] = SIZES, groups: tuple[tuple[int, ...], ...] = GROUPS) -> CanonicalKVCaches:
     g = torch.Generator().manual_seed(0)
     tensors = [
         CanonicalKVCacheTensor(torch.randint(-128, 127, (BLOCKS, n), generator=g, dtype=torch.int8, device="cpu"), n)
-        for n in SIZES
+        for n in sizes
     ]
-    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, SIZES[i]) for i in group] for group in GROUPS])
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(i, sizes[i]) for i in group] for group in groups])
 
 
 class Pool:
     """A worker, and its blocks as they are."""
 
-    def __init__(self, per_chunk: int = 1) -> None:
-        self.caches = caches()
+    def __init__(self, per_chunk: int = 1, sizes: Any = SIZES, groups: Any = GROUPS) -> None:
+        self.caches = caches(sizes, groups)
         self.worker = offload.HalOffloadingWorker(self.caches, per_chunk, CHUNKS)
 
     def bytes(self) -> list[bytes]:
@@ -97,11 +98,42 @@ def test_a_request_may_begin_in_the_middle_of_a_chunk() -> None:
     pool = Pool(per_chunk=3)
     # Blocks 2, 3, 4 and 5 of a request: the last of one chunk, all of the next.
     pool.worker.submit_store(1, blocks([6, 1, 8, 3], [], firsts=(2, 0)), chunks(4, 1))
-    host = pool.worker.host.view(CHUNKS, 3, -1)
+    # Tensors 0 and 2 have one size.
+    host = pool.worker.host[: CHUNKS * 3 * 192].view(CHUNKS, 3, 2, 96)
     for (chunk, place), block in (((4, 2), 6), ((1, 0), 1), ((1, 1), 8), ((1, 2), 3)):
-        assert host[chunk, place, : SIZES[0]].tolist() == pool.row(0, block)
+        assert host[chunk, place, 0].tolist() == pool.row(0, block)
+    assert not host[:, :, 1].any()
     assert not host[4, :2].any()
     assert not host[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ((96, 96, 96), "page_first"),
+        ((4 * offload.WIDEST,), "page_first"),
+        ((3 * 70_000, 16, 3 * 70_000), "page_first"),
+        ((9999,), "page_first"),
+        # Copied as it is: what is no granule of the host's is not staged.
+        ((offload.ENGINE_BYTES + 16,), "layer_first"),
+    ],
+)
+def test_a_slot_of_the_host_is_one_piece_of_memory(sizes: tuple[int, ...], layout: str) -> None:
+    """The blocks of all layers that are alike, one after the other, in rows that kernels can hold."""
+    pool = Pool(sizes=sizes, groups=(tuple(range(len(sizes))),))
+    tensors = [t.tensor for t in pool.caches.tensors]
+    before = [t[2].clone() for t in tensors]
+    pool.worker.submit_store(1, blocks([7, 2, 9], firsts=(0,)), chunks(4, 0, 3))
+    (group,) = pool.worker.groups
+    assert sum(p.host.num_layers * p.host.row_shape[0] for p in group) == sum(sizes)
+    for p in group:
+        assert p.host.layout == layout
+        assert p.host.row_shape[0] <= offload.WIDEST
+        assert p.method(3) == ("direct" if layout == "layer_first" else "auto")
+    same = torch.cat([row for row in before if len(row) == sizes[0]])
+    assert torch.equal(pool.worker.host[: len(same)], same)
+    pool.worker.submit_load(2, chunks(0), blocks([5], firsts=(0,)))
+    assert all(torch.equal(t[5], row) for t, row in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -135,10 +167,20 @@ def test_a_stale_list_is_an_error_before_anything_is_written(
 
 
 def config(**changed: Any) -> OffloadingConfig:
-    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True)
-    plain = OffloadingConfig(
-        groups=tuple(OffloadingGroupConfig(16, (f"layer.{i}",), i) for i in range(2)),
-        worker_kv_bytes_per_block=sum(SIZES), enable_kv_cache_events=False,
+    """Of this vLLM: others have fewer fields."""
+
+    def make(of: Any, **given: Any) -> Any:
+        return of(**{f.name: given[f.name] for f in fields(of) if f.name in given})
+
+    parallel = make(
+        OffloadingParallelConfig, rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1,
+        data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
+    )  # fmt: skip
+    groups = [
+        make(OffloadingGroupConfig, tokens_per_block=16, layer_names=(f"layer.{i}",), group_id=i) for i in range(2)
+    ]
+    plain: OffloadingConfig = make(
+        OffloadingConfig, groups=tuple(groups), worker_kv_bytes_per_block=sum(SIZES), enable_kv_cache_events=False,
         extra_config={"spec_name": "HalOffloadingSpec", "cpu_bytes_to_use": CHUNKS * sum(SIZES)}, engine_id="test",
         model=OffloadingModelConfig("test", "float32"), cache=OffloadingCacheConfig(16, 1), parallel=parallel,
     )  # fmt: skip
@@ -221,8 +263,43 @@ def test_shutting_down_frees_the_host_pool() -> None:
 def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"cpu_bytes_to_use=351 holds no chunk: one takes 352 bytes, 1 blocks"):
         spec(extra_config={"spec_name": "HalOffloadingSpec", "cpu_bytes_to_use": 351})
-    with pytest.raises(EngineError, match="canonical_layout"):
-        spec(canonical_layout=True)
-    monkeypatch.setattr(choose, "OFFLOADING", ">=99")
-    with pytest.raises(EngineError, match=r"tested with vllm>=99; this is 0\.\d+"):
+    if hasattr(config(), "canonical_layout"):
+        with pytest.raises(EngineError, match="canonical_layout"):
+            spec(canonical_layout=True)
+    monkeypatch.setattr(choose, "OFFLOADING", (">=98,<99", ">=99"))
+    with pytest.raises(EngineError, match=r"tested with vllm>=98,<99 and >=99; this is 0\.\d+"):
         spec()
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("0.26.0", True), ("0.27.0", False), ("0.31.2", False), ("0.32.1+cpu", True), ("0.33", False)],
+)
+def test_versions_whose_seam_was_read_are_taken(monkeypatch: pytest.MonkeyPatch, version: str, taken: bool) -> None:
+    monkeypatch.setattr(choose, "require", lambda engine: version)
+    if taken:
+        assert choose.HalOffloadingSpec is offload.HalOffloadingSpec
+        return
+    with pytest.raises(EngineError, match=r">=0\.26,<0\.27 and >=0\.32,<0\.33; this is " + version):
+        assert choose.HalOffloadingSpec
+
+
+def test_the_spec_of_0_26(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says `num_blocks`, and its configuration knows no `canonical_layout`."""
+    base = offload.CPUOffloadingSpec
+    made = base.__init__
+
+    def older(self: Any, given: Any) -> None:
+        made(
+            self, given if hasattr(given, "replicated_layout") else SimpleNamespace(**vars(given), replicated_layout=0)
+        )
+        if hasattr(self, "num_chunks"):
+            self.num_blocks = self.num_chunks
+            del self.num_chunks
+
+    monkeypatch.setattr(base, "__init__", older)
+    old = {k: v for k, v in vars(config()).items() if k not in ("canonical_layout", "replicated_layout")}
+    worker = offload.HalOffloadingSpec(SimpleNamespace(**old)).get_worker(caches())
+    assert worker.slots == CHUNKS
+    with pytest.raises(EngineError, match="cpu_bytes_to_use=351 holds no chunk"):
+        offload.HalOffloadingSpec(SimpleNamespace(**{**old, "extra_config": {"cpu_bytes_to_use": 351}}))

@@ -38,8 +38,9 @@ class Piece:
             self.event.synchronize()
 
 
-PIECE_BYTES = 64 << 20
-"""Of rows that are packed and then written, on a GPU while the next are packed."""
+PIECE_BYTES = 256 << 20
+"""Of rows that are packed and then written, on a GPU while the next are packed. So many take it 0.2 ms, and the host no
+less."""
 
 
 class Wire:
@@ -130,14 +131,17 @@ class Wire:
             head: the first here; `to_head`: its place there; `heads`: how many.
             there: the peer's `described`.
         """
-        found: tuple[list[Any], list[Any]] = [], []
-        for plane, base in zip(self.pool.planes(), there["bases"], strict=True):
+        mine, theirs = np.array(pages, np.int64), np.array(to, np.int64)
+        # Pages that follow one another at both ends are one copy, where a page has no other heads.
+        joined = (np.diff(mine) * self.heads == heads) & (np.diff(theirs) * there["heads"] == heads)
+        begins = np.flatnonzero(np.concatenate(([True], ~joined)))
+        count = np.diff(begins, append=len(mine))
+        planes = self.pool.planes()
+        here, away = (np.empty((len(planes), len(begins), 3), np.uint64) for _ in range(2))
+        for i, (plane, base) in enumerate(zip(planes, there["bases"], strict=True)):
             each = plane.chunk_stride
-            src = plane.bases[0] + np.array(pages, np.int64) * plane.page_stride + head * each
-            dst = base + np.array(to, np.int64) * (there["heads"] * each) + to_head * each
-            size = heads * each
-            begins = np.flatnonzero(np.r_[True, (np.diff(src) != size) | (np.diff(dst) != size)])
-            sizes = np.diff(np.r_[begins, len(src)]) * size
-            for rows, addresses, device in ((found[0], src, self.device_id), (found[1], dst, there["device"])):
-                rows.append(np.stack([addresses[begins], sizes, np.full_like(sizes, device)], axis=1))
-        return np.concatenate(found[0]).astype(np.uint64), np.concatenate(found[1]).astype(np.uint64)
+            here[i, :, 0] = plane.bases[0] + mine[begins] * plane.page_stride + head * each
+            away[i, :, 0] = base + theirs[begins] * (there["heads"] * each) + to_head * each
+            here[i, :, 1] = away[i, :, 1] = count * (heads * each)
+        here[:, :, 2], away[:, :, 2] = self.device_id, there["device"]
+        return here.reshape(-1, 3), away.reshape(-1, 3)

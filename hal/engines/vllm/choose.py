@@ -9,7 +9,7 @@ from typing import Any
 
 from hal.engines import EngineError, require
 
-OFFLOADING = ">=0.32,<0.33"
+OFFLOADING = (">=0.26,<0.27", ">=0.32,<0.33")
 """The versions that KV offloading is tested with: vLLM calls its seam experimental."""
 
 
@@ -43,10 +43,10 @@ def _offloading() -> Any:
     from hal.registry._requirements import satisfies
 
     version = require("vllm")
-    if not satisfies(version, OFFLOADING):
+    if not any(satisfies(version, tested) for tested in OFFLOADING):
         raise EngineError(
-            f"hal: vllm's KV offloading on hal is tested with vllm{OFFLOADING}; this is {version} — take spec_name "
-            "HalOffloadingSpec out of kv_connector_extra_config"
+            f"hal: vllm's KV offloading on hal is tested with vllm{' and '.join(OFFLOADING)}; this is {version} — take "
+            "spec_name HalOffloadingSpec out of kv_connector_extra_config"
         )
     from hal.engines.vllm.offload import HalOffloadingSpec
 

@@ -1,8 +1,11 @@
 """vLLM's KV offloading on `kv_transfer`: blocks to a pool in host memory and back, for its `OffloadingConnector`.
 
-Which blocks, and which must make room, is decided by vLLM's own manager, whose indices are the slots here: a row is a
-layer's whole block, a slot of the host pool has those of all layers, one after the other. A block can be read from the
-host when its store was reported by `get_finished`, and by vLLM's contract not before.
+Which blocks, and which must make room, is decided by vLLM's own manager, whose indices are the slots here. A slot of
+the host pool is one piece of memory with a block of every layer, so that the copy engine moves it whole. A block can be
+read from the host when its store was reported by `get_finished`, and by vLLM's contract not before.
+
+vLLM 0.26 and 0.32 differ: in 0.26 the spec's `num_blocks` are what 0.32 calls `num_chunks`, there is no
+`canonical_layout`, and by its older model runner all layers of a block are one tensor's row.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -38,9 +42,10 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if config.canonical_layout:
+        if getattr(config, "canonical_layout", False):
             raise _error("canonical_layout: hal's host pool has the blocks of one process as they are")
-        if self.kv_bytes_per_chunk and not self.num_chunks:
+        self.chunks: int = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+        if self.kv_bytes_per_chunk and not self.chunks:
             raise _error(
                 f"cpu_bytes_to_use={self.extra_config['cpu_bytes_to_use']} holds no chunk: one takes "
                 f"{self.kv_bytes_per_chunk} bytes, {self.blocks_per_chunk} blocks of all layers and processes"
@@ -51,7 +56,7 @@ class HalOffloadingSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> HalOffloadingWorker:
         if self._worker is None:
-            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+            self._worker = HalOffloadingWorker(kv_caches, self.blocks_per_chunk, self.chunks)
         return self._worker
 
 
@@ -74,9 +79,32 @@ class Transfer:
         return TransferResult(self.job, True, self.bytes, self.seconds)
 
 
+ENGINE_BYTES = 1 << 20
+"""Of a block in one piece, from which the copy engine is at its best without gathering: 64 KB are not enough."""
+KERNEL_BYTES = 256 << 20
+"""Of a transfer of smaller pieces, up to which a kernel is done before the copy engine has been told all of them."""
+
+
+@dataclass
+class Pools:
+    """vLLM's blocks of one kind of row, and the host's."""
+
+    device: KVPool
+    host: KVPool
+    whole: bool
+    """A block is one piece of memory at both ends, and a large one."""
+
+    def method(self, blocks: int) -> str:
+        """Of `kv_transfer`."""
+        if self.whole:
+            return "direct"
+        size = blocks * self.device.num_layers * self.device.row_shape[0]
+        return "kernel" if self.device.device.type == "cuda" and size < KERNEL_BYTES else "auto"
+
+
 class HalOffloadingWorker(OffloadingWorker):
-    """One process's host pool, and the copies to and from it, one after the other in a stream of their own: a step's
-    kernels do not wait for them, and they wait for the kernels that were launched before.
+    """One process's host pool, and the copies to and from it: those of one way one after the other in a stream of their
+    own. A step's kernels do not wait for them, and they wait for the kernels that were launched before.
 
     Args:
         kv_caches: vLLM's blocks, a tensor ``[blocks, bytes]`` a layer (or a set of layers that share memory).
@@ -85,27 +113,48 @@ class HalOffloadingWorker(OffloadingWorker):
     """
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, chunks: int) -> None:
-        pages = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
+        pages = [_rows(t.tensor.view(torch.int8)) for t in kv_caches.tensors]
         self.device = pages[0].device
         self.blocks, self.blocks_per_chunk = pages[0].shape[0], blocks_per_chunk
         self.slots = chunks * blocks_per_chunk
         self.host = torch.zeros(
-            self.slots, sum(p.shape[1] for p in pages), dtype=torch.int8, device="cpu",
+            self.slots * sum(p[0].numel() for p in pages), dtype=torch.int8, device="cpu",
             pin_memory=self.device.type != "cpu",
         )  # fmt: skip
-        rows = self.host.split_with_sizes([p.shape[1] for p in pages], dim=1)
-        self.groups: list[list[tuple[KVPool, KVPool]]] = []
-        for refs in kv_caches.group_data_refs:
-            used = sorted({r.tensor_idx for r in refs})
-            # Rows of one pool are of one size.
-            self.groups.append([
-                (KVPool([pages[i] for i in same]), KVPool([rows[i] for i in same]))
-                for size in sorted({pages[i].shape[1] for i in used})
-                for same in [[i for i in used if pages[i].shape[1] == size]]
-            ])  # fmt: skip
-        self.pending: deque[Transfer] = deque()
+        self.groups = self._pools(pages, kv_caches.group_data_refs)
         self.module = torch.get_device_module(self.device) if self.device.type != "cpu" else None
-        self.stream: Any = self.module.Stream(self.device) if self.module else None
+        self.pending: dict[bool, deque[Transfer]] = {store: deque() for store in (True, False)}
+        self.streams: dict[bool, Any] = {
+            store: self.module.Stream(self.device) if self.module else None for store in self.pending
+        }
+
+    def _pools(self, pages: list[Tensor], refs: Any) -> list[list[Pools]]:
+        """For each group of layers: pools of each kind of row."""
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for i, page in enumerate(pages):
+            # Rows of one pool are of one size, and one layout.
+            kinds.setdefault((page.shape[2], page.stride(0)), []).append(i)
+        parts, at = [], 0
+        for (size, _), same in kinds.items():
+            count = sum(pages[i].shape[1] for i in same)
+            part = self.host[at : at + self.slots * count * size].view(self.slots, count, size)
+            parts.append((same, part, part.split_with_sizes([pages[i].shape[1] for i in same], dim=1)))
+            at += part.numel()
+        groups: list[list[Pools]] = []
+        for group in refs:
+            used = {r.tensor_idx for r in group}
+            groups.append([])
+            for same, part, columns in parts:
+                mine = [i for i in same if i in used]
+                if mine:
+                    here = KVPool([row for i in mine for row in pages[i].unbind(1)])
+                    rows = [row for i, c in zip(same, columns, strict=True) if i in used for row in c.unbind(1)]
+                    whole = len(mine) == 1 and pages[mine[0]][0].numel() >= ENGINE_BYTES
+                    # Only of all of it is a slot one piece of memory, through which blocks are gathered and staged.
+                    staged = mine == same and not whole
+                    there = KVPool(part, layout="page_first") if staged else KVPool(rows)
+                    groups[-1].append(Pools(here, there, whole))
+        return groups
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         self._submit(job_id, src_spec, dst_spec, store=True)
@@ -125,28 +174,29 @@ class HalOffloadingWorker(OffloadingWorker):
             # Before anything is written: `kv_transfer` passes over slots that are not there.
             slots = list(self._pair(on_device, on_host))
             transfer = Transfer(job, 0)
-            with self._apart(transfer):
+            with self._apart(transfer, self.streams[store]):
                 for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
-                    for device, host in pools if len(device_slots) else ():
+                    for p in pools if len(device_slots) else ():
+                        method = p.method(len(device_slots))
                         if store:
-                            hal.kv_transfer(device, host, device_slots, host_slots)
+                            hal.kv_transfer(p.device, p.host, device_slots, host_slots, method=method)
                         else:
-                            hal.kv_transfer(host, device, host_slots, device_slots)
-                        transfer.bytes += len(device_slots) * device.num_layers * device.row_shape[0]
+                            hal.kv_transfer(p.host, p.device, host_slots, device_slots, method=method)
+                        transfer.bytes += len(device_slots) * p.device.num_layers * p.device.row_shape[0]
         except Exception as e:
             raise _error(f"{what}: {e}") from e
-        self.pending.append(transfer)
+        self.pending[store].append(transfer)
 
     @contextmanager
-    def _apart(self, transfer: Transfer) -> Iterator[None]:
+    def _apart(self, transfer: Transfer, stream: Any) -> Iterator[None]:
         """The copies' own stream, behind what the current one has been given; a transfer's time."""
         if self.module is None:
             begin = time.perf_counter()
             yield
             transfer.seconds = time.perf_counter() - begin
             return
-        self.stream.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(self.stream):
+        stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(stream):
             transfer.start, transfer.end = (self.module.Event(enable_timing=True) for _ in range(2))
             transfer.start.record()
             yield
@@ -154,8 +204,7 @@ class HalOffloadingWorker(OffloadingWorker):
 
     def _pair(self, on_device: Any, on_host: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """For each group of layers: (slots of the device, slots of the host), int64 ``[n]`` on the CPU."""
-        blocks = torch.from_numpy(on_device.block_ids).long()
-        chunks = torch.from_numpy(on_host.block_ids).long()
+        blocks, chunks = (ids.block_ids.astype(np.int64) for ids in (on_device, on_host))
         _check("block", blocks, self.blocks)
         _check("chunk of the host pool", chunks, self.slots // self.blocks_per_chunk)
         sizes, firsts = on_device.group_sizes, on_device.block_indices
@@ -165,13 +214,13 @@ class HalOffloadingWorker(OffloadingWorker):
         for size, first in zip(sizes, firsts, strict=True):
             # A request's blocks may begin in the middle of a chunk.
             skip = first % self.blocks_per_chunk if size else 0
-            places = torch.arange(skip, skip + size, dtype=torch.int64, device="cpu")
+            places = np.arange(skip, skip + size)
             whole = -(-(skip + size) // self.blocks_per_chunk) if size else 0
             here = chunks[chunk : chunk + whole]
             if len(here) != whole or block + size > len(blocks):
                 raise ValueError(f"expected {whole} chunks for {size} blocks; got {len(here)} of {len(chunks)}")
             host = here[places // self.blocks_per_chunk] * self.blocks_per_chunk + places % self.blocks_per_chunk
-            yield blocks[block : block + size], host
+            yield torch.from_numpy(blocks[block : block + size]), torch.from_numpy(host)
             block, chunk = block + size, chunk + whole
         if (block, chunk) != (len(blocks), len(chunks)):
             raise ValueError(
@@ -180,24 +229,38 @@ class HalOffloadingWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         found = []
-        while self.pending and self.pending[0].finished():
-            found.append(self.pending.popleft().result())
+        for pending in self.pending.values():
+            while pending and pending[0].finished():
+                found.append(pending.popleft().result())
         return found
 
     def wait(self, job_ids: set[int]) -> None:
-        for transfer in self.pending:
+        for transfer in (*self.pending[True], *self.pending[False]):
             if transfer.job in job_ids and transfer.end is not None:
                 transfer.end.synchronize()
 
     def shutdown(self) -> None:
-        self.wait({t.job for t in self.pending})
-        self.pending.clear()
+        for pending in self.pending.values():
+            self.wait({t.job for t in pending})
+            pending.clear()
         self.groups.clear()
         self.host = self.host[:0].clone()
 
 
-def _check(what: str, ids: Tensor, count: int) -> None:
-    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+WIDEST = 1 << 16
+"""Bytes of a row at most: a kernel holds a row at a time, and a block of all layers has megabytes."""
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """``[blocks, bytes]`` as ``[blocks, rows, bytes]``: equal rows, in the words of 16 bytes that kernels like best."""
+    size = blocks.shape[1]
+    whole = 1 if size % 16 else 16
+    count = next(n for n in range(-(-size // WIDEST), size + 1) if size % (n * whole) == 0)
+    return torch.unflatten(blocks, 1, (count, size // count))
+
+
+def _check(what: str, ids: np.ndarray, count: int) -> None:
+    if len(ids) and not (ids.min() >= 0 and ids.max() < count):
         raise ValueError(f"expected each {what} in [0, {count}); got {ids.tolist()}")
 
 

@@ -1,4 +1,7 @@
-"""Every op on a device that is not the current one: alone, in threads, and in processes that share a cache folder."""
+"""Every op on a device that is not the current one: alone, in threads, and in processes that share a cache folder.
+
+The last two on one device as well: two threads that share its caches, two contexts that share a folder.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,13 @@ def judge(op: str, backend: str, device: str) -> int:
 
 def judge_all(backend: str, device: str) -> dict[str, int]:
     return {op: judge(op, backend, device) for op in OPS}
+
+
+@pytest.fixture
+def device() -> str:
+    if os.environ.get("HAL_LANE") or not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return "cuda:0"
 
 
 @pytest.fixture
@@ -107,3 +117,11 @@ def test_every_op_in_two_threads_a_device_each(devices: tuple[str, str]) -> None
 
 def test_every_op_in_two_processes_that_share_a_cache_folder(devices: tuple[str, str], tmp_path: Path) -> None:
     assert all(min(calls.values()) > 0 for calls in run_in_processes("cuda", devices, tmp_path))
+
+
+def test_every_op_in_two_threads_of_one_device(device: str) -> None:
+    assert all(min(calls.values()) > 0 for calls in run_in_threads("cuda", (device, device)))
+
+
+def test_every_op_in_two_processes_on_one_device_that_share_a_cache_folder(device: str, tmp_path: Path) -> None:
+    assert all(min(calls.values()) > 0 for calls in run_in_processes("cuda", (device, device), tmp_path))
