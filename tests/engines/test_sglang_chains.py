@@ -200,10 +200,7 @@ def test_what_is_refused(
         ({}, []),
         ({"device": "cpu"}, ["by hal's attention alone, but on CUDA (HAL_ENGINES=sglang has it on a CPU)"]),
         ({"get_attention_backends": lambda: ("fa3", "hal")}, ["beside the attention fa3"]),
-        (
-            {"speculative_eagle_topk": 4, "speculative_adaptive": True},
-            ["with adaptive speculation (--speculative-adaptive True)"],
-        ),
+        ({"speculative_adaptive": True}, ["with adaptive speculation (--speculative-adaptive True)"]),
     ],
 )
 def test_what_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], why: list[str]) -> None:

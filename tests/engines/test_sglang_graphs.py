@@ -1,7 +1,7 @@
-"""What CUDA graphs of SGLang read, decode's and drafts', without a device: a capture's tensors, and later steps' lists.
+"""What CUDA graphs of SGLang read, decode's and drafts', without a device: a capture's tensors, later steps' lists.
 
-In a process with hal's attention alone. A replay is played by calling the ops again on the tensors that a capture found;
-what must come is plain torch over the slots that a query sees.
+In a process with hal's attention alone. A replay is played by calling the ops again on the tensors that a capture
+found; what must come is plain torch over the slots that a query sees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 ROWS, WIDTH, HEADS, DIM, DRAFTS, TOPK, STEPS = 6, 40, 2, 8, 4, 2, 3
 TABLE = torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(1)).view(ROWS, WIDTH).int()
@@ -76,7 +75,7 @@ def seen(row: int, end: int) -> list[int]:
 
 
 def replays(made: Any, mode: Any, width: int, lists: Any, **more: Any) -> None:
-    """What the capture's tensors, and an eager step, make each request's tokens see: `lists` of row, length and token."""
+    """What the capture's tensors, and an eager step, make each token see: `lists` of row, length and which it is."""
     from hal.engines.sglang.attention import Step
 
     made.init_cuda_graph_state(4, 4 * width)
@@ -143,7 +142,7 @@ def trees_in_graphs() -> None:
 
 
 def drafts(topk: int, name: str) -> None:
-    """Step i of a branch sees the prefix and i + 1 of its drafts: in a graph by the buffers, whatever is in them then."""
+    """Step i of a branch sees the prefix and i + 1 of its drafts: in a graph by what is in the buffers then."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from hal.engines.sglang.speculative import HalDraft

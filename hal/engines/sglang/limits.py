@@ -123,11 +123,12 @@ def _of_own_platform(asked: str, args: Any) -> list[str]:
     """Of drafts, where hal has the attention alone."""
     if args.device != "cuda":
         return [f"{asked} by hal's attention alone, but on CUDA (HAL_ENGINES=sglang has it on a CPU)"]
-    from sglang.srt.environ import envs
-
     reasons = [f"{asked} beside the attention {name}" for name in {*args.get_attention_backends()} - {"hal"}]
-    if has_trees(args) and envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
-        reasons.append(f"{asked} in trees with SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
+    if has_trees(args):
+        from sglang.srt.environ import envs
+
+        if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+            reasons.append(f"{asked} in trees with SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
     return reasons
 
 
