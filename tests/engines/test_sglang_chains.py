@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hal.engines.sglang import limits, ngram, trees
+from hal.engines.sglang import limits, ngram, trees, vision
 from hal.engines.sglang import speculative as spec
+
+vision.declare_operators()
 
 
 def tree(parents: list[int], bs: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -85,10 +85,18 @@ def replays(made: Any, mode: Any, width: int, lists: Any, **more: Any) -> None:
         given = batch(mode, rows, lens, extend_seq_lens=torch.full((3,), width), **more)
         want = [lists(r, n, j) for r, n in zip(rows, lens, strict=True) for j in range(width)]
         made.init_forward_metadata_out_graph(given)
-        made.forward_metadata = captured
+        kept(made, captured)
         attended(made, want)
         made.init_forward_metadata(given)
         attended(made, want)
+
+
+def kept(made: Any, captured: Any) -> None:
+    """Nothing of a capture is freed when the next step's lists come."""
+    for name, tensor in vars(captured).items():
+        again = getattr(made.forward_metadata, name)
+        assert (again is None and tensor is None) or again.data_ptr() == tensor.data_ptr(), name
+    made.forward_metadata = captured
 
 
 def lists_in_graphs() -> None:
@@ -133,7 +141,7 @@ def trees_in_graphs() -> None:
             for j in range(DRAFTS)
         ]
         made.init_forward_metadata_out_graph(given)
-        made.forward_metadata = captured
+        kept(made, captured)
         attended(made, want)
         two = batch(mode, rows[:2], lens[:2], out_cache_loc=slots[: 2 * DRAFTS], spec_info=info)
         made.init_forward_metadata(two)

@@ -146,9 +146,10 @@ class HalAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graph_indptr = torch.zeros(max_bs + 1, dtype=self.index, device=self.device)
         self.graph_indices = torch.zeros(max_bs * self.req_to_token.shape[1], dtype=self.index, device=self.device)
+        new = max_num_tokens // max_bs
+        self.graph_qo_indptr = torch.arange(max_bs + 1, dtype=self.index, device=self.device) * new
         if self.trees:
-            most = max_num_tokens // max_bs
-            self.graph_trees = torch.full((max_num_tokens, most), -1, dtype=self.index, device=self.device)
+            self.graph_trees = torch.full((max_num_tokens, new), -1, dtype=self.index, device=self.device)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: Any, in_capture: bool = False, drafted: int = 0, tree_slots: Tensor | None = None
@@ -175,7 +176,7 @@ class HalAttention(AttentionBackend):
             seen = _seen(forward_batch, new)[: bs * new]
             tree_slots.fill_(-1)[: seen.shape[0]] = seen
         elif new:
-            qo_indptr = torch.arange(bs + 1, dtype=self.index, device=self.device) * new
+            qo_indptr = self.graph_qo_indptr[: bs + 1]
         lens = forward_batch.seq_lens[:bs]
         step = Step(self.graph_indptr[: bs + 1], self.graph_indices, qo_indptr, tree_slots)
         hal.build_kv_indices(
