@@ -124,7 +124,7 @@ class HalAttention(AttentionBackend):
         if forward_batch.seq_lens_cpu is not None:
             total = int(forward_batch.seq_lens_cpu.sum()) + bs * drafted
         if total > self.kv_indices.shape[0]:
-            self.kv_indices = torch.empty(min(2 * total, most), dtype=self.index, device=self.device)
+            self.kv_indices = torch.empty(max(total, min(2 * total, most)), dtype=self.index, device=self.device)
         kv_indptr = torch.empty(bs + 1, dtype=self.index, device=self.device)
         hal.build_kv_indices(
             self.req_to_token, forward_batch.req_pool_indices, seq_lens + drafted if drafted else seq_lens,
