@@ -178,6 +178,9 @@ def engine(
         str, typer.Option(help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang.")
     ] = "",
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
+    speculative: Annotated[
+        int, typer.Option(help="sglang: drafts a step, in a chain, by a draft model of one layer; 0: none.")
+    ] = 0,
     together: Annotated[
         bool, typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares.")
     ] = False,
@@ -194,7 +197,7 @@ def engine(
     if name == "sglang":
         own = sglang.Options(
             shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
-            _read("--sglang", settings, json.loads),
+            _read("--sglang", settings, json.loads), speculative,
         )  # fmt: skip
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(

@@ -38,6 +38,7 @@ class Options:
         seconds: of an engine, from when it has started: SGLang's first start compiles its kernels for a minute or more.
         memory: SGLang's mem_fraction_static.
         settings: more of ``Engine(...)``.
+        drafts: in a chain, by a draft model of the shape's first layer, verified in each step; 0: none.
     """
 
     shape: str = "llama-3.1-8b"
@@ -48,6 +49,7 @@ class Options:
     seconds: float = 1e9
     memory: float = 0.85
     settings: dict[str, Any] = field(default_factory=dict)
+    drafts: int = 0
 
 
 # --- one implementation, in a process of its own ----------------------------------------------------
@@ -91,7 +93,9 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
         r = random.Random(seed)
         return [r.randrange(1, vocabulary) for _ in range(n)]
 
-    points: list[tuple[str, str, Callable[[], Any]]] = [("logits", "logits", partial(_logits, generate, prompt))]
+    points: list[tuple[str, str, Callable[[], Any]]] = []
+    if not options.drafts:
+        points.append(("logits", "logits", partial(_logits, generate, prompt)))
     for b, c in options.decode:
         points.append((f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps)))
     points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
@@ -123,9 +127,21 @@ def _engine(attention: str, options: Options, folder: str) -> Any:
         "max_total_tokens": tokens + 4096, "mem_fraction_static": options.memory, "random_seed": 0, "page_size": 1,
         "log_level": "warning", "attention_backend": attention, "cuda_graph_backend_prefill": "disabled",
         "cuda_graph_bs_decode": sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= batch} | {batch}),
-        **options.settings,
+        **(_drafts(options, folder) if options.drafts else {}), **options.settings,
     }  # fmt: skip
     return Engine(**settings)
+
+
+def _drafts(options: Options, folder: str) -> dict[str, Any]:
+    """Settings for speculation, with a draft model beside the model. Of random weights hardly a draft is taken."""
+    path = Path(folder, "draft")
+    path.mkdir()
+    config = json.loads(Path(folder, "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(path), "speculative_eagle_topk": 1,
+        "speculative_num_steps": options.drafts, "speculative_num_draft_tokens": options.drafts + 1,
+    }  # fmt: skip
 
 
 def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
@@ -144,11 +160,18 @@ def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
 def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int) -> list[dict[str, Any]]:
     prompts = [prompt(context, 31 * context + i) for i in range(batch)]
     generate(prompts, SHORT)  # prefills what the others find cached
-    pairs = [(generate(prompts, SHORT)[0], generate(prompts, SHORT + steps)[0]) for _ in range(3)]
-    each = [long - short for short, long in pairs]
+    pairs = [(generate(prompts, SHORT), generate(prompts, SHORT + steps)) for _ in range(3)]
+    each = [long - short for (short, _), (long, _) in pairs]
+    counts = [_verified(longs) - _verified(shorts) for (_, shorts), (_, longs) in pairs]
     seconds = statistics.median(each)
+    step = statistics.median(s / (n or steps) for s, n in zip(each, counts, strict=True))
     return [{"batch": batch, "context": context, "tokens_s": batch * steps / seconds, "all_s": each,
-            "median_step_ms": seconds / steps * 1e3}]  # fmt: skip
+            "median_step_ms": step * 1e3, "steps": [n or steps for n in counts]}]  # fmt: skip
+
+
+def _verified(outs: list[Any]) -> int:
+    """How many steps verified drafts."""
+    return max(int(o["meta_info"].get("spec_verify_ct", 0)) for o in outs)
 
 
 def _ttft(generate: Any, prompt: Any, n: int) -> list[dict[str, Any]]:
@@ -183,7 +206,7 @@ def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, An
     about = machine("cuda" if vllm.has_gpu() else "cpu")
     found: dict[str, Any] = {
         "date": about["date"], "commit": os.environ.get("GIT_COMMIT") or about["commit"], "shape": options.shape,
-        "dtype": options.dtype, "settings": options.settings, "device": about["device"],
+        "dtype": options.dtype, "settings": options.settings, "drafts": options.drafts, "device": about["device"],
         "torch": about["versions"]["torch"], "engine": version("sglang") or "",
         "flashinfer": version("flashinfer-python") or "", "triton": about["versions"]["triton"] or "",
         "python": about["python"], "runs": runs,

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Settings that hal refuses, and how."""
 if metadata.version("sglang") == "0.5.17":
     ngrams = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
-    REFUSED["chains"] = (ngrams, "speculative decoding (--speculative-algorithm NGRAM): this SGLang has it by its own")
+    REFUSED["chains"] = (ngrams, "speculative decoding (--speculative-algorithm NGRAM): on a CPU this SGLang has it by")
 HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
 SCENARIOS = [*HICACHE, "chunked", "latent-chunked", "page-1", "retracted", "reference", "latent-reference"]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]

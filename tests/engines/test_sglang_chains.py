@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hal.engines.sglang import limits, ngram, trees
+from hal.engines.sglang import limits, ngram, trees, vision
 from hal.engines.sglang import speculative as spec
+
+vision.declare_operators()
 
 
 def tree(parents: list[int], bs: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -184,8 +186,28 @@ class Asked:
         ("DFLASH", {}, [""]),
     ],
 )
-def test_what_is_refused(algorithm: str | None, given: dict[str, Any], why: list[str]) -> None:
+def test_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str | None, given: dict[str, Any], why: list[str]
+) -> None:
+    monkeypatch.setattr(limits, "switched_on", lambda: True)
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
     assert limits.of_settings(Asked(speculative_algorithm=algorithm, **given)) == [
         f"{asked} {reason}".rstrip() for reason in why
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, []),
+        ({"device": "cpu"}, ["by hal's attention alone, but on CUDA (HAL_ENGINES=sglang has it on a CPU)"]),
+        ({"get_attention_backends": lambda: ("fa3", "hal")}, ["beside the attention fa3"]),
+        ({"speculative_adaptive": True}, ["with adaptive speculation (--speculative-adaptive True)"]),
+    ],
+)
+def test_what_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], why: list[str]) -> None:
+    """Where hal has the attention alone, beside SGLang's own platform."""
+    monkeypatch.setattr(limits, "switched_on", lambda: False)
+    own = {"speculative_algorithm": "EAGLE", "device": "cuda", "get_attention_backends": lambda: ("hal", "hal")}
+    asked = "speculative decoding (--speculative-algorithm EAGLE)"
+    assert limits.of_settings(Asked(**{**own, **given})) == [f"{asked} {reason}" for reason in why]

@@ -26,7 +26,7 @@ def switched_on() -> bool:
 
 
 def beside_cuda() -> bool:
-    """Does ``HAL_ENGINES`` ask for what of the adapter goes with SGLang's own platform for CUDA: HiCache's copies?"""
+    """Does ``HAL_ENGINES`` ask for what goes with SGLang's own platform for CUDA: `seams.BESIDE_CUDA`?"""
     if not asked("sglang"):
         return False
     import torch

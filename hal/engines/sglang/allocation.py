@@ -12,43 +12,49 @@ from torch import Tensor
 import hal
 
 
+def alloc_extend(
+    self: Any,
+    prefix_lens: Tensor,
+    prefix_lens_cpu: Tensor,
+    seq_lens: Tensor,
+    seq_lens_cpu: Tensor,
+    last_loc: Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> Tensor | None:
+    """Slots of the requests' new tokens, of SGLang's paged allocator `self`; None: there are not enough pages."""
+    if num_new_pages is None:
+        num_new_pages = hal.num_new_pages(prefix_lens_cpu, seq_lens_cpu, self.page_size)
+    if not _has(self, num_new_pages):
+        return None
+    out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
+    hal.alloc_extend(prefix_lens, seq_lens, last_loc, self.free_pages, self.page_size, out)
+    self.free_pages = self.free_pages[num_new_pages:]
+    return out
+
+
+def alloc_decode(self: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor | None:
+    """The same of one new token of each."""
+    num_new_pages = hal.num_new_pages(seq_lens_cpu - 1, seq_lens_cpu, self.page_size)
+    if not _has(self, num_new_pages):
+        return None
+    out = torch.empty(seq_lens.shape[0], dtype=torch.int64, device=self.device)
+    hal.alloc_decode(seq_lens, last_loc, self.free_pages, self.page_size, out)
+    self.free_pages = self.free_pages[num_new_pages:]
+    return out
+
+
+def _has(allocator: Any, pages: int) -> bool:
+    if pages > len(allocator.free_pages):
+        allocator.merge_and_sort_free()
+    return pages <= len(allocator.free_pages)
+
+
 class HalPagedAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's list of free pages, handed out by `alloc_extend` and `alloc_decode`."""
 
-    free_pages: Tensor
-
-    def alloc_extend(
-        self,
-        prefix_lens: Tensor,
-        prefix_lens_cpu: Tensor,
-        seq_lens: Tensor,
-        seq_lens_cpu: Tensor,
-        last_loc: Tensor,
-        extend_num_tokens: int,
-        num_new_pages: int | None = None,
-    ) -> Tensor | None:
-        if num_new_pages is None:
-            num_new_pages = hal.num_new_pages(prefix_lens_cpu, seq_lens_cpu, self.page_size)
-        if not self._has(num_new_pages):
-            return None
-        out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
-        hal.alloc_extend(prefix_lens, seq_lens, last_loc, self.free_pages, self.page_size, out)
-        self.free_pages = self.free_pages[num_new_pages:]
-        return out
-
-    def alloc_decode(self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor | None:
-        num_new_pages = hal.num_new_pages(seq_lens_cpu - 1, seq_lens_cpu, self.page_size)
-        if not self._has(num_new_pages):
-            return None
-        out = torch.empty(seq_lens.shape[0], dtype=torch.int64, device=self.device)
-        hal.alloc_decode(seq_lens, last_loc, self.free_pages, self.page_size, out)
-        self.free_pages = self.free_pages[num_new_pages:]
-        return out
-
-    def _has(self, pages: int) -> bool:
-        if pages > len(self.free_pages):
-            self.merge_and_sort_free()
-        return pages <= len(self.free_pages)
+    alloc_extend = alloc_extend
+    alloc_decode = alloc_decode
 
 
 def alloc_for_decode(batch: Any, token_per_req: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 import hal
 from hal.engines import layer as asking_layer
 from hal.engines._masks import attend_trees
-from hal.engines.sglang import limits, ngram, switched_on
+from hal.engines.sglang import limits, ngram, speculative, switched_on
 from hal.engines.sglang.pools import FP8, HalMHAPool, HalMLAPool
 
 
@@ -53,8 +53,12 @@ class HalAttention(AttentionBackend):
         self._check(runner)
         self.dtype = runner.dtype
         self.trees = limits.has_trees(runner.server_args)
+        # What SGLang has on the device it need not wait for on the host.
+        self.needs_cpu_seq_lens = self.device.type == "cpu"
         if runner.server_args.speculative_algorithm == "NGRAM":
             ngram.ask_for_masks_of_drafts()
+        elif runner.server_args.speculative_algorithm is not None and not switched_on():
+            speculative.use_own_drafts()
         self.index = torch.int32
         self.kv_indices = torch.empty(0, dtype=self.index, device=self.device)
         self.forward_metadata: Step | None = None
@@ -95,9 +99,7 @@ class HalAttention(AttentionBackend):
         if mode.is_target_verify():
             drafted = forward_batch.spec_info.draft_token_num
             if self.trees:
-                slots = forward_batch.out_cache_loc.view(bs, 1, drafted)
-                mask = forward_batch.spec_info.custom_mask.view(bs, drafted, drafted)
-                self.init_trees(forward_batch, torch.where(mask, slots, -1).flatten(0, 1))
+                self.init_trees(forward_batch, _seen(forward_batch, drafted))
                 return
         lists = self._list(forward_batch, drafted)
         qo_indptr = None
@@ -118,9 +120,11 @@ class HalAttention(AttentionBackend):
         """(where each request's slots begin, the slots): of its ``seq_lens`` and so many more."""
         seq_lens = forward_batch.seq_lens
         bs = seq_lens.shape[0]
-        total = int(forward_batch.seq_lens_cpu.sum()) + bs * drafted
+        total = most = bs * self.req_to_token.shape[1]
+        if forward_batch.seq_lens_cpu is not None:
+            total = int(forward_batch.seq_lens_cpu.sum()) + bs * drafted
         if total > self.kv_indices.shape[0]:
-            self.kv_indices = torch.empty(2 * total, dtype=self.index, device=self.device)
+            self.kv_indices = torch.empty(max(total, min(2 * total, most)), dtype=self.index, device=self.device)
         kv_indptr = torch.empty(bs + 1, dtype=self.index, device=self.device)
         hal.build_kv_indices(
             self.req_to_token, forward_batch.req_pool_indices, seq_lens + drafted if drafted else seq_lens,
@@ -133,24 +137,51 @@ class HalAttention(AttentionBackend):
         """None is kept, a chain is verified without; of a tree the mask of its tokens alone is asked for."""
         return VerifyMask(torch.empty(0, dtype=torch.bool, device=self.device), TreeMaskMode.QLEN_ONLY, 0, False)
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing that was listed before the drafts were there depends on them, in chains: trees refuse that stream."""
+
     # A graph reads a step's lists where its capture found them. They are written before it is replayed, not in it: by
     # then SGLang may write the table for the next step.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graph_indptr = torch.zeros(max_bs + 1, dtype=self.index, device=self.device)
         self.graph_indices = torch.zeros(max_bs * self.req_to_token.shape[1], dtype=self.index, device=self.device)
+        new = max_num_tokens // max_bs
+        self.graph_qo_indptr = torch.arange(max_bs + 1, dtype=self.index, device=self.device) * new
+        if self.trees:
+            self.graph_trees = torch.full((max_num_tokens, new), -1, dtype=self.index, device=self.device)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Raises:
-        EngineError: a graph of anything but decode.
+    def init_forward_metadata_out_graph(
+        self, forward_batch: Any, in_capture: bool = False, drafted: int = 0, tree_slots: Tensor | None = None
+    ) -> None:
+        """`drafted` and `tree_slots`: as above.
+
+        Raises:
+            EngineError: a graph of other than decode and of equally many new tokens of each request.
         """
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        mode, bs = forward_batch.forward_mode, forward_batch.batch_size
+        qo_indptr = None
+        if tree_slots is not None:
+            tree_slots = tree_slots.to(self.index).contiguous()
+        if mode.is_target_verify():
+            drafted = new = forward_batch.spec_info.draft_token_num
+        elif mode.is_draft_extend_v2():
+            new = forward_batch.spec_info.num_tokens_per_req
+        elif mode.is_decode_or_idle():
+            new = 0
+        else:
             raise limits.refusal(["graphs of prompts (--cuda-graph-backend-prefill disabled runs without)"])
-        bs = forward_batch.batch_size
-        step = Step(self.graph_indptr[: bs + 1], self.graph_indices, None)
+        if mode.is_target_verify() and self.trees:
+            drafted, tree_slots = 0, self.graph_trees[: bs * new, :new]
+            seen = _seen(forward_batch, new)[: bs * new]
+            tree_slots.fill_(-1)[: seen.shape[0]] = seen
+        elif new:
+            qo_indptr = self.graph_qo_indptr[: bs + 1]
+        lens = forward_batch.seq_lens[:bs]
+        step = Step(self.graph_indptr[: bs + 1], self.graph_indices, qo_indptr, tree_slots)
         hal.build_kv_indices(
-            self.req_to_token, forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs], step.kv_indptr,
-            step.kv_indices,
+            self.req_to_token, forward_batch.req_pool_indices[:bs], lens + drafted if drafted else lens,
+            step.kv_indptr, step.kv_indices,
         )  # fmt: skip
         self.forward_metadata = step
 
@@ -233,6 +264,18 @@ class HalAttention(AttentionBackend):
             self.device, like={"decode_attention": attend, "extend_attention": {**attend, "qo_indptr": index}}
         )
         self.ops[_kind(layer)] = ops, options
+
+
+def _seen(forward_batch: Any, drafted: int) -> Tensor:
+    """What `attend_trees` takes: the slots of the drafts that each sees, ``[bs * drafted, drafted]``.
+
+    A graph's masks are of the requests that there are, its slots of those that it pads to; a capture's masks are any.
+    """
+    slots = forward_batch.out_cache_loc.view(-1, 1, drafted)
+    masks = forward_batch.spec_info.custom_mask
+    bs = min(masks.shape[0] // drafted**2, slots.shape[0])
+    masks = masks[: bs * drafted**2].view(bs, drafted, drafted)
+    return torch.where(masks, slots[:bs], -1).flatten(0, 1)
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hal.engines import ENGINES, EngineError
-from hal.engines.sglang import apart
+from hal.engines.sglang import apart, switched_on
 
 SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hicache_storage_backend", (None,), "storage behind HiCache"),
@@ -98,7 +98,7 @@ def check_machine(npu: bool) -> None:
     if torch.cuda.is_available() or torch.xpu.is_available() or has_npu():
         raise refusal(
             [
-                "the platform hal_cpu beside an accelerator: on CUDA HAL_ENGINES has HiCache's copies, and "
+                "the platform hal_cpu beside an accelerator: on CUDA HAL_ENGINES has slots, rotation and HiCache, and "
                 "--attention-backend hal attention"
             ]
         )
@@ -111,15 +111,29 @@ def of_settings(args: Any) -> list[str]:
     if algorithm is None:
         return reasons
     asked = f"speculative decoding (--speculative-algorithm {algorithm})"
-    if not has_chains():
-        return [*reasons, f"{asked}: this SGLang has it by its own kernels alone, 0.5.23 on hal too"]
+    if switched_on() and not has_chains():
+        return [*reasons, f"{asked}: on a CPU this SGLang has it by its own kernels alone, 0.5.23 on hal too"]
     if algorithm.upper() not in ALGORITHMS:
         return [*reasons, asked]
-    return reasons + [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]
+    reasons += [f"{asked} with {why}" for why in _unlike(SPECULATIVE, args)]
+    return reasons if switched_on() else reasons + _of_own_platform(asked, args)
+
+
+def _of_own_platform(asked: str, args: Any) -> list[str]:
+    """Of drafts, where hal has the attention alone."""
+    if args.device != "cuda":
+        return [f"{asked} by hal's attention alone, but on CUDA (HAL_ENGINES=sglang has it on a CPU)"]
+    reasons = [f"{asked} beside the attention {name}" for name in {*args.get_attention_backends()} - {"hal"}]
+    if has_trees(args):
+        from sglang.srt.environ import envs
+
+        if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+            reasons.append(f"{asked} in trees with SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
+    return reasons
 
 
 def of_hicache(args: Any) -> list[str]:
-    """Reasons against SGLang's settings where of the adapter there are HiCache's copies alone."""
+    """Reasons against HiCache's settings beside SGLang's own platform for CUDA."""
     if not args.enable_hierarchical_cache and not getattr(args, "enable_hisparse", False):
         return []
     unlike = ("enable_hisparse", "enable_page_major_kv_layout", "enable_unified_memory", "kv_cache_dtype")
@@ -148,8 +162,8 @@ def has_trees(args: Any) -> bool:
 def _unlike(settings: Sequence[tuple[str, tuple[Any, ...], str]], args: Any) -> list[str]:
     return [
         f"{what} (--{field.replace('_', '-')} {getattr(args, field)})"
-        for field, taken, what in settings
-        if getattr(args, field) not in taken
+        for field, taken, what in settings  # 0.5.17 has not all of them
+        if getattr(args, field, taken[0]) not in taken
     ]
 
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import pkgutil
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hal._errors import HalError
@@ -28,12 +29,28 @@ HICACHE: dict[str, str] = {
     for kind, cls in (("mha", "MHATokenToKVPoolHost"), ("mla", "MLATokenToKVPoolHost"))
     for name in ("load_to_device_per_layer", "backup_from_device_all_layer")
 }
-"""HiCache's copies: of `HOOKS` what is replaced beside SGLang's own platform for CUDA too."""
+"""HiCache's copies."""
 
-HOOKS: dict[str, str] = {
+SLOTS: dict[str, str] = {
     f"{ALLOCATION}.write_cache_indices": "allocation.write_cache_indices",
     f"{ALLOCATION}.get_last_loc": "kernels.get_last_loc",
     "sglang.srt.model_executor.forward_batch_info.compute_position": "allocation.compute_position",
+}
+"""Tokens' slots and positions."""
+
+PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+BESIDE_CUDA: dict[str, str] = {
+    **SLOTS,
+    **{f"{PAGED}.{name}": f"allocation.{name}" for name in ("alloc_extend", "alloc_decode")},
+    f"{ALLOCATION}.assign_req_to_token_pool_func": "speculative.assign_req_to_token_pool_func",
+    f"{SPECULATIVE}.cache_locs.assign_extend_cache_locs_func": "kernels.assign_extend_cache_locs_func",
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda": "rotary.forward",
+    **HICACHE,
+}
+"""What is replaced beside SGLang's own platform for CUDA, which makes KV pools of its own."""
+
+HOOKS: dict[str, str] = {
+    **SLOTS,
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": "cpu.get_rope_wrapper",
     "sglang.kernels.ops.activation.softcap.softcap_inplace_logits": "cpu.softcap_inplace_logits",
     **HICACHE,
@@ -97,7 +114,7 @@ def _install() -> None:
     hooks = {**HOOKS, **(CHAINS if limits.has_chains() else {})}
     if not by_table:
         hooks[f"{ALLOCATION}.alloc_for_decode"] = "allocation.alloc_for_decode"
-    found = _look(hooks)
+    found = look(_named(hooks))
     rotary.register()
     for name in ATTENTION_BACKENDS:
         if name != "hal":
@@ -115,11 +132,15 @@ def _install() -> None:
     _replace(hooks, found)
 
 
-def _look(hooks: dict[str, str]) -> dict[str, Any]:
-    """SGLang's functions, whose parameters are those that hal's know."""
+def look(hooks: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """SGLang's functions, whose parameters are those that hal's know.
+
+    Raises:
+        EngineError: one has others.
+    """
     found = {target: pkgutil.resolve_name(target) for target in hooks}
     for target, theirs in found.items():
-        has, known = (list(inspect.signature(theirs).parameters), inspect.signature(_ours(hooks[target])).parameters)
+        has, known = list(inspect.signature(theirs).parameters), inspect.signature(hooks[target]).parameters
         if has != [n for n, p in known.items() if n in has or p.default is p.empty]:
             raise EngineError(f"hal: sglang can't run on hal: {target} takes {has}, where hal knows {list(known)}")
     return found
@@ -139,8 +160,12 @@ def _ours(name: str) -> Any:
     return pkgutil.resolve_name(f"{HERE}.{name}")
 
 
+def _named(hooks: dict[str, str]) -> dict[str, Any]:
+    return {target: _ours(name) for target, name in hooks.items()}
+
+
 def install_beside_cuda() -> None:
-    """HiCache's copies alone. Every attention of SGLang's looks first whether they are in place: else no start."""
+    """`BESIDE_CUDA`. Every attention of SGLang's looks first whether all are in place: else no start."""
     global _failed
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -148,7 +173,13 @@ def install_beside_cuda() -> None:
         ATTENTION_BACKENDS[name] = functools.partial(_checked, make)
     try:
         require("sglang")
-        _replace(HICACHE, _look(HICACHE))
+        hooks = dict(BESIDE_CUDA)
+        if not limits.has_chains():
+            # Later ones have a table by device, and one kernel for more than slots.
+            hooks[f"{ALLOCATION}.alloc_for_decode"] = "allocation.alloc_for_decode"
+            name = "assign_extend_cache_locs_uniform_func"
+            hooks[f"{SPECULATIVE}.cache_locs.{name}"] = f"speculative.{name}"
+        _replace(hooks, look(_named(hooks)))
     except Exception as e:
         _failed = e if isinstance(e, HalError) else EngineError(f"hal: sglang can't run on hal: {e!r}")
         raise

@@ -7,6 +7,7 @@ what else trees are.
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class HalDraft:
         self.branches = topk, steps
         # The last draft is only verified: no step of the draft model reads it.
         self.attn_backends = [HalAttention(runner) for _ in range(steps - 1)]
+        self.needs_cpu_seq_lens = self.attn_backends[0].needs_cpu_seq_lens
         for step in self.attn_backends:
             step.prefill_attention_backend_str = step.decode_attention_backend_str = "hal"
 
@@ -39,6 +41,25 @@ class HalDraft:
         slots = forward_batch.out_cache_loc.view(-1, *self.branches)
         for i, step in enumerate(self.attn_backends):
             step.init_trees(forward_batch, slots[:, :, : i + 1].flatten(0, 1))
+
+    # All lists are made in the graph, by its buffers: after the drafts the same step verifies them and extends, and
+    # until then SGLang keeps the table as it is.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for step in self.attn_backends:
+            step.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Nothing."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        slots = forward_batch.out_cache_loc.view(-1, *self.branches)
+        for i, step in enumerate(self.attn_backends):
+            if self.branches[0] == 1:
+                step.init_forward_metadata_out_graph(forward_batch, drafted=i + 1)
+                continue
+            seen = slots[:, :, : i + 1].flatten(0, 1)
+            step.init_forward_metadata_out_graph(forward_batch, tree_slots=seen)
 
 
 def create_decode_backend(self: Any) -> HalDraft | None:
@@ -54,6 +75,52 @@ def create_draft_extend_backend(self: Any) -> None:
     """Of the same: none of its own, the draft model's attention extends too."""
 
 
+# --- on CUDA, on SGLang's own platform ------------------------------------------------------------------
+
+WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs"
+
+
+def draft_extend_backend(self: Any) -> Any:
+    """The draft model's attention: named, a graph is made of it."""
+    return self.draft_model_runner.attn_backend
+
+
+def capture_cuda_graphs(self: Any) -> None:
+    """SGLang's own, then the graph of the draft model's extension, which it makes of a list of its attentions alone."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    _own["_capture_cuda_graphs"](self)
+    without = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    if not without and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get():
+        self.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(self)
+
+
+_own: dict[str, Any] = {}
+
+
+def use_own_drafts() -> None:
+    """Where hal's attention was asked for on SGLang's own platform: SGLang knows no drafts' attention but its own.
+
+    Raises:
+        EngineError: SGLang's functions are others than hal knows.
+    """
+    from hal.engines.sglang import seams
+
+    if _own:
+        return
+    ours = {
+        f"{seams.DRAFTS}.create_decode_backend": create_decode_backend,
+        f"{seams.DRAFTS}.create_draft_extend_backend": draft_extend_backend,
+        WORKER: capture_cuda_graphs,
+    }
+    for target, theirs in seams.look(ours).items():
+        where, _, name = target.rpartition(".")
+        _own[name] = theirs
+        setattr(pkgutil.resolve_name(where), name, ours[target])
+
+
 # --- slots --------------------------------------------------------------------------------------------
 
 
@@ -67,6 +134,20 @@ def assign_req_to_token_pool_func(
 ) -> None:
     """New slots to the requests' rows."""
     hal.write_req_to_token(req_to_token, req_pool_indices, start_offset, end_offset, out_cache_loc)
+
+
+def assign_extend_cache_locs_uniform_func(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: torch.device,
+) -> Tensor:
+    """The slots of as many new tokens of each request, ``[bs * draft_token_num]`` int64. As 0.5.17 has it."""
+    out = torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=device)
+    ends = start_offset + draft_token_num
+    return hal.assign_extend_cache_locs(req_to_token, req_pool_indices, start_offset, ends, out)
 
 
 def assign_draft_cache_locs_contiguous_func(
