@@ -170,8 +170,15 @@ def engine(
     ] = "{}",
     report: Annotated[Path | None, typer.Option("--json", help="A file for the report.")] = None,
     engines: Annotated[
-        str, typer.Option(help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang.")
+        str,
+        typer.Option(
+            help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang, with --returned "
+            "without,stock,hal."
+        ),
     ] = "",
+    returned: Annotated[
+        int, typer.Option(help="sglang: instead, tokens of a prompt that HiCache has leave the device and return.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
     together: Annotated[
         bool, typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares.")
@@ -191,6 +198,9 @@ def engine(
             shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
             _read("--sglang", settings, json.loads),
         )  # fmt: skip
+        if returned:
+            which = tuple(engines.split(",")) if engines else ("without", "stock", "hal")
+            _leave("hal.bench.sglang_hicache", "main", own, which, returned, report)
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
