@@ -253,6 +253,15 @@ def test_set_mla_kv_buffer(function: str) -> None:
     nope, rope, cache = torch.randn(3, 1, 8), torch.randn(3, 1, 4), torch.zeros(SLOTS, 1, 12)
     getattr(kernels, function)(cache, torch.tensor([4, 0, 99]), nope, rope)
     check(torch.cat([nope, rope], -1), cache, torch.zeros_like(cache), [(0, 4)])
+    getattr(kernels, function)(cache, torch.empty(0, dtype=torch.int64), nope[:0], rope[:0])
+    check(torch.cat([nope, rope], -1), cache, torch.zeros_like(cache), [(0, 4)])
+
+
+def test_set_mla_kv_buffer_of_bytes() -> None:
+    """All 256 of them, in rows of a layout that hal does not know."""
+    rows, cache = torch.arange(256, dtype=torch.uint8).view(4, 1, 64), torch.zeros(SLOTS, 1, 64, dtype=torch.uint8)
+    kernels.set_mla_kv_buffer(cache, torch.tensor([3, 1, 2, 7]), rows[..., :48], rows[..., 48:])
+    check(rows, cache, torch.zeros_like(cache), list(enumerate([3, 1, 2, 7])))
 
 
 @pytest.mark.parametrize("neox", [True, False])
