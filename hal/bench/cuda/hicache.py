@@ -1,4 +1,4 @@
-# mypy: disable-error-code="arg-type, misc, no-any-return, unused-ignore"
+# mypy: disable-error-code="arg-type, misc, no-any-return, union-attr, unused-ignore"
 """The table of SGLang's HiCache: its host pools' two methods on hal, beside its JIT kernels, which they call where
 those can be built, `sgl_kernel`'s copies, which they call elsewhere, and memcpy.
 
