@@ -1,12 +1,18 @@
-"""`hal bench engine sglang`, without SGLang: what its time box cuts off."""
+"""`hal bench engine sglang`, without SGLang: what its time box cuts off, whose turn it is, what is said of HiCache."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hal.bench import sglang
+from hal.bench import sglang, sglang_hicache
 
 
 class Engine:
@@ -39,3 +45,67 @@ def test_a_slow_start_costs_no_points(monkeypatch: pytest.MonkeyPatch, seconds: 
     assert (found["start_s"], found["skipped"]) == (1000, skipped)
     assert len(found["logits"]) == 6
     assert len(found["decode"]) == 1 - ("decode 2 x 8" in skipped)
+
+
+def test_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who need not wait goes on at once, who waits until the turn has come, or until nobody is left to give it."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.models.registry", ModuleType("registry"))
+    for above in ("sglang", "sglang.srt", "sglang.srt.models"):
+        monkeypatch.setitem(sys.modules, above, ModuleType(above))
+    runner = SimpleNamespace(server_args=SimpleNamespace(model_path=str(tmp_path)))
+    sglang.wait_for_turn(runner)
+    (tmp_path / sglang.ASKED).write_text(str(os.getpid()))
+    waiting = threading.Thread(target=sglang.wait_for_turn, args=(runner,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    (tmp_path / sglang.TURN).touch()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / sglang.TURN).unlink()
+    (tmp_path / sglang.ASKED).write_text(str(gone.pid))
+    with pytest.raises(ProcessLookupError):
+        sglang.wait_for_turn(runner)
+
+
+def test_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a child wrote is found, with an error where it ended with one; its folder is gone with it."""
+    (tmp_path / "turning.py").write_text(
+        "import json, os, pathlib, sys\n"
+        "def child(status, folder):\n"
+        "    pathlib.Path(folder, 'found.json').write_text(json.dumps({'HAL_X': os.environ['HAL_X']}))\n"
+        "    sys.exit(int(status))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with (
+        sglang.Child("turning", "child", "0", env={"HAL_X": "1"}) as right,
+        sglang.Child("turning", "child", "3", env={"HAL_X": "2"}) as wrong,
+    ):
+        assert right.run() == {"HAL_X": "1"}
+        assert wrong.run() == {"HAL_X": "2", "error": "exit status 3: see stderr"}
+    assert not right.folder.exists()
+
+
+def test_what_returned() -> None:
+    """Other tokens than the kept prompt's, or than without HiCache, are said."""
+
+    def row(**tokens: int) -> dict[str, Any]:
+        return {w: {"ms": 1.0, "cached": 64, "tokens": [t], "logprobs": [-t / 8]} for w, t in tokens.items()}
+
+    rows = [row(computed=1, kept=1, returned=1), row(computed=2, kept=2, returned=2)]
+    copies = {"load": {"GB/s": 50.0, "tokens": 128}}
+    found = {"rows": rows, "copies": copies}
+    right = sglang_hicache.summary(found, {"rows": rows})
+    assert all(right[k] is True for k in ("returned as kept", "computed as without", "kept as without"))
+    assert (right["logprobs apart, at most"], right["load GB/s"], right["tokens of loads"]) == (0, 50.0, 128)
+    wrong = sglang_hicache.summary({**found, "rows": [rows[0], row(computed=2, kept=2, returned=3)]}, {"rows": rows})
+    assert (wrong["returned as kept"], wrong["logprobs apart, at most"]) == (False, 0.125)
+    other = sglang_hicache.summary({**found, "rows": rows[::-1]}, {"rows": rows})
+    assert (other["returned as kept"], other["computed as without"]) == (True, False)
+    assert sglang_hicache.summary({"rows": rows, "copies": {}}, None).keys() == {
+        "computed ms",
+        "kept ms",
+        "returned ms",
+    }
