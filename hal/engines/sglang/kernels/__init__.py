@@ -39,6 +39,10 @@ from hal.engines.sglang.kernels.slots import (
     write_req_to_token_pool_triton,
 )
 from hal.engines.sglang.kernels.transfer import (
+    transfer_hicache_all_layer,
+    transfer_hicache_all_layer_mla,
+    transfer_hicache_one_layer,
+    transfer_hicache_one_layer_mla,
     transfer_kv_all_layer,
     transfer_kv_all_layer_direct_lf_pf,
     transfer_kv_all_layer_lf_pf,
