@@ -152,9 +152,10 @@ def summary(found: Mapping[str, Any], without: Mapping[str, Any] | None) -> dict
     out["returned as kept"] = all(r["returned"]["tokens"] == r["kept"]["tokens"] for r in rows)
     both = [zip(r["returned"]["logprobs"], r["kept"]["logprobs"], strict=True) for r in rows]
     out["logprobs apart, at most"] = max(abs(a - b) for pairs in both for a, b in pairs)
-    for what in ("computed", "kept") if without is not None else ():
-        theirs = [r[what]["tokens"] for r in without["rows"]]
-        out[f"{what} as without"] = [r[what]["tokens"] for r in rows] == theirs
+    if without is not None:
+        for what in ("computed", "kept"):
+            theirs = [r[what]["tokens"] for r in without["rows"]]
+            out[f"{what} as without"] = [r[what]["tokens"] for r in rows] == theirs
     for way, copies in found["copies"].items():
         out[f"{way} GB/s"], out[f"tokens of {way}s"] = copies["GB/s"], copies["tokens"]
     return out
