@@ -29,8 +29,9 @@ SLOTS = 8192
 FEW, MANY = 256, 4096
 LAUNCH = (2, 32)
 """`sgl_kernel`'s own defaults: blocks, and warps of a block."""
+STAGED = "page_first", "backup"
 STAGED_PAGES = 64
-"""SGLang's host pool of page_first has a buffer of so many pages on the device."""
+"""What SGLang's host pool has a buffer for on the device, and of how many pages."""
 
 
 def _ours(kind: str, device: KVPool, host: KVPool) -> SimpleNamespace:
@@ -40,7 +41,15 @@ def _ours(kind: str, device: KVPool, host: KVPool) -> SimpleNamespace:
     for name, near, far in zip(names, (device.k, device.v), (host.k, host.v), strict=False):
         setattr(made, name, far)
         setattr(made, f"device_{name}s", list(near))
+        if host.layout == "page_first":
+            half = "" if kind == "mla" else f"_{name[0]}"
+            setattr(made, f"staging{half}_buffer", _staged(host, far))
     return made
+
+
+def _staged(host: KVPool, half: Tensor) -> Tensor:
+    slots = min(STAGED_PAGES * host.page_size, host.num_slots)
+    return torch.empty(slots, *half.shape[1:], dtype=half.dtype, device=inputs.DEVICE)
 
 
 def _adapter(host: SimpleNamespace, way: str, layers: int, there: Tensor, here: Tensor) -> None:
@@ -107,7 +116,7 @@ def _jit(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) -> d
     ops = peers.sglang("ops.kvcache.hicache")
     if ops is None:
         return {}
-    there, here, *_ = slots
+    there, here, _, here_cpu = slots
     item, layers = device.planes()[0].row_bytes, device.num_layers
     dim, first = item // device.dtype.itemsize, host.layout == "page_first"
     near, far = (tuple(t for t in (p.k, p.v) if t is not None) for p in (device, host))
@@ -124,9 +133,8 @@ def _jit(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) -> d
     tables = [_table(t) for t in near]
     if first:
         run = getattr(ops, f"transfer_hicache_all_layer{mla}_staged_lf_pf")
-        pages = min(STAGED_PAGES, host.num_slots // host.page_size)
-        staged = [torch.empty(pages * host.page_size, *t.shape[1:], dtype=t.dtype, device=inputs.DEVICE) for t in far]
-        return {"sglang jit": partial(run, *tables, there, here, *staged, *far, page_size=host.page_size)}
+        staged = [_staged(host, t) for t in far]
+        return {"sglang jit": partial(run, *tables, there, here_cpu, *staged, *far, page_size=host.page_size)}
     run = getattr(ops, f"transfer_hicache_all_layer{mla}")
     strides = {f"{'cache' if mla else 'kv_cache'}_{side}_stride_bytes": item for side in ("src", "dst")}
     into = [_table(t) for t in far]
@@ -146,12 +154,14 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     layers, row, halves = KINDS[kind]
     there, here = _slots(host.page_size, n, True), _slots(host.page_size, n, scattered)
     on_device = there.to(inputs.DEVICE), here.to(inputs.DEVICE)
+    there_gpu, here_gpu = on_device
     nbytes = n * layers * row[0] * row[1] * 2 * halves
     flat = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE)
     pinned = pinned_bytes(nbytes)
     ours = _ours(kind, device, host)
     calls: dict[str, Callable[[], Any]] = {
-        OURS: partial(_adapter, ours, way, layers, *on_device),
+        # Of these SGLang leaves the host's slots where they are.
+        OURS: partial(_adapter, ours, way, layers, there_gpu, here if (host.layout, way) == STAGED else here_gpu),
         "hal, slots on the CPU": partial(_adapter, ours, way, layers, there, here),
         **_jit(way, device, host, (*on_device, there, here)),
         **_peers(way, device, host, (*on_device, there, here)),
@@ -166,7 +176,8 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     about = {"op": "hicache", "kind": kind, "layout": host.layout, "way": way, "page": host.page_size}
     slots = "scattered" if scattered else "in order"
     gbs = timing.wall_gbs(calls, nbytes, 7 if n == MANY else 25)
-    host_us = timing.host_us({name: lambda i, call=call: call() for name, call in calls.items()}, count=40)
+    short = {name: lambda i, call=call: call() for name, call in calls.items() if "direct" not in name}
+    host_us = timing.host_us(short, count=40) if n == FEW else {}
     return {**about, "tokens": n, "host slots": slots, "bytes": nbytes, "wall_gbs": gbs, "host_us": host_us}
 
 
