@@ -180,6 +180,9 @@ def engine(
         int, typer.Option(help="sglang: instead, tokens of a prompt that HiCache has leave the device and return.")
     ] = 0,
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
+    same: Annotated[
+        bool, typer.Option("--same-tokens", help="sglang: decode repeats a token of each prompt, alike in all engines.")
+    ] = False,
     together: Annotated[
         bool, typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares.")
     ] = False,
@@ -196,7 +199,7 @@ def engine(
     if name == "sglang":
         own = sglang.Options(
             shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
-            _read("--sglang", settings, json.loads),
+            _read("--sglang", settings, json.loads), same,
         )  # fmt: skip
         if returned:
             which = tuple(engines.split(",")) if engines else ("without", "stock", "hal")

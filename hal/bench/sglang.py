@@ -42,6 +42,8 @@ class Options:
         seconds: of an engine, from when it has started: SGLang's first start compiles its kernels for a minute or more.
         memory: SGLang's mem_fraction_static.
         settings: more of ``Engine(...)``.
+        same: in decode each request makes one token again and again, its prompt's first: with random weights greedy
+            tokens part soon, and what experts do depends on them.
     """
 
     shape: str = "llama-3.1-8b"
@@ -52,6 +54,7 @@ class Options:
     seconds: float = 1e9
     memory: float = 0.85
     settings: dict[str, Any] = field(default_factory=dict)
+    same: bool = False
 
 
 # --- one implementation, in a process of its own ----------------------------------------------------
@@ -107,9 +110,10 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     yield found
     vocabulary = SHAPES[options.shape]["vocab_size"]
 
-    def generate(prompts: list[list[int]], new: int, **more: Any) -> tuple[float, list[Any]]:
+    def generate(prompts: list[list[int]], new: int, same: bool = False, **more: Any) -> tuple[float, list[Any]]:
         start = time.perf_counter()
-        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        greedy = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        sampling = [{**greedy, "logit_bias": {str(p[0]): 1e4}} for p in prompts] if same else greedy
         outs = engine.generate(input_ids=prompts, sampling_params=sampling, **more)
         return time.perf_counter() - start, outs
 
@@ -119,7 +123,9 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
 
     points: list[tuple[str, str, Callable[[], Any]]] = [("logits", "logits", partial(_logits, generate, prompt))]
     for b, c in options.decode:
-        points.append((f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps)))
+        points.append(
+            (f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps, options.same))
+        )
     points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
     for name, kind, run in points:
         if time.perf_counter() - begin > options.seconds:
@@ -167,10 +173,11 @@ def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int) -> list[dict[str, Any]]:
+def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int, same: bool) -> list[dict[str, Any]]:
     prompts = [prompt(context, 31 * context + i) for i in range(batch)]
-    generate(prompts, SHORT)  # prefills what the others find cached
-    pairs = [(generate(prompts, SHORT)[0], generate(prompts, SHORT + steps)[0]) for _ in range(3)]
+    run = partial(generate, prompts, same=same)
+    run(SHORT)  # prefills what the others find cached
+    pairs = [(run(SHORT)[0], run(SHORT + steps)[0]) for _ in range(3)]
     each = [long - short for short, long in pairs]
     seconds = statistics.median(each)
     return [{"batch": batch, "context": context, "tokens_s": batch * steps / seconds, "all_s": each,
@@ -213,7 +220,7 @@ def about(options: Options) -> dict[str, Any]:
     it = machine("cuda" if vllm.has_gpu() else "cpu")
     return {
         "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": options.shape,
-        "dtype": options.dtype, "settings": options.settings, "device": it["device"], "torch": it["versions"]["torch"],
+        "dtype": options.dtype, "settings": options.settings, "same_tokens": options.same, "device": it["device"], "torch": it["versions"]["torch"],
         "engine": version("sglang") or "", "flashinfer": version("flashinfer-python") or "",
         "triton": it["versions"]["triton"] or "", "python": it["python"],
     }  # fmt: skip
