@@ -220,9 +220,10 @@ def about(options: Options) -> dict[str, Any]:
     it = machine("cuda" if vllm.has_gpu() else "cpu")
     return {
         "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": options.shape,
-        "dtype": options.dtype, "settings": options.settings, "same_tokens": options.same, "device": it["device"], "torch": it["versions"]["torch"],
-        "engine": version("sglang") or "", "flashinfer": version("flashinfer-python") or "",
-        "triton": it["versions"]["triton"] or "", "python": it["python"],
+        "dtype": options.dtype, "settings": options.settings, "same_tokens": options.same, "device": it["device"],
+        "torch": it["versions"]["torch"], "engine": version("sglang") or "",
+        "flashinfer": version("flashinfer-python") or "", "triton": it["versions"]["triton"] or "",
+        "python": it["python"],
     }  # fmt: skip
 
 
