@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,14 +99,44 @@ def test_what_returned() -> None:
     copies = {"load": {"GB/s": 50.0, "tokens": 128}}
     found = {"rows": rows, "copies": copies}
     right = sglang_hicache.summary(found, {"rows": rows})
-    assert all(right[k] is True for k in ("returned as kept", "computed as without", "kept as without"))
-    assert (right["logprobs apart, at most"], right["load GB/s"], right["tokens of loads"]) == (0, 50.0, 128)
+    assert all(right[k] is True for k in ("first token as kept", "computed as without", "kept as without"))
+    assert (right["its logprob apart, at most"], right["load GB/s"], right["tokens of loads"]) == (0, 50.0, 128)
     wrong = sglang_hicache.summary({**found, "rows": [rows[0], row(computed=2, kept=2, returned=3)]}, {"rows": rows})
-    assert (wrong["returned as kept"], wrong["logprobs apart, at most"]) == (False, 0.125)
+    assert (wrong["first token as kept"], wrong["its logprob apart, at most"]) == (False, 0.125)
     other = sglang_hicache.summary({**found, "rows": rows[::-1]}, {"rows": rows})
-    assert (other["returned as kept"], other["computed as without"]) == (True, False)
+    assert (other["first token as kept"], other["computed as without"]) == (True, False)
     assert sglang_hicache.summary({"rows": rows, "copies": {}}, None).keys() == {
         "computed ms",
         "kept ms",
         "returned ms",
     }
+
+
+def test_engines_whose_prompts_return(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is asked for in turn; other tokens than stock's are an error."""
+    asked, differs = [], ["none"]
+
+    class Child:
+        def __init__(self, module: str, function: str, engine: str, *args: str, env: dict[str, str]) -> None:
+            self.engine = engine
+
+        def run(self) -> dict[str, Any]:
+            asked.append(self.engine)
+            last = 2 if self.engine == differs[0] else 1
+            one = {"ms": 1.0, "cached": 64, "tokens": [1, last], "logprobs": [0.0, 0.0]}
+            copies = {} if self.engine == "without" else {"load": {"GB/s": 50.0, "tokens": 64}}
+            return {"rows": [dict.fromkeys(("computed", "kept", "returned"), one)] * 2, "copies": copies}
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+    monkeypatch.setattr(sglang, "Child", Child)
+    file = tmp_path / "report.json"
+    for differs[0], code in (("none", 0), ("hal", 1), ("stock", 1)):
+        assert sglang_hicache.main(sglang.Options("tiny"), sglang_hicache.ENGINES, 64, file) == code
+    assert asked == list(sglang_hicache.ENGINES) * 3
+    report = json.loads(file.read_text())
+    assert report["summary"]["hal"]["all tokens as stock"] is False
+    assert report["load, hal / stock"] == 1

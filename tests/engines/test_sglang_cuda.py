@@ -7,14 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-
-from hal import KVPool
-from hal.engines.sglang import hicache
 
 LOOK = """
 import json
@@ -81,31 +75,3 @@ def test_hicache_alone() -> None:
     assert "SGLang did not replace sglang.srt.mem_cache.pool_host.mla" in found["undone"]
     assert "where hal knows ['self', 'another']" in found["raised"]
     assert found["another"] == found["raised"]
-
-
-@pytest.mark.parametrize("latent", [False, True])
-def test_backup_by_way_of_a_buffer(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In three parts, over the rows that SGLang has on the device for it; where those do not fit, not."""
-    layers, slots, row = 3, 32, (1, 12) if latent else (2, 8)
-    halves = [torch.randn(layers, slots, *row) for _ in range(1 if latent else 2)]
-    host = KVPool.host_like(KVPool(*halves), slots, "page_first", page_size=4)
-    buffers = [torch.zeros(8, layers, *row) for _ in halves]
-    made: Any = SimpleNamespace(layout="page_first", page_size=4)
-    if latent:
-        made.kv_buffer, made.device_kv_buffers, made.staging_buffer = host.k, list(halves[0]), buffers[0]
-    else:
-        made.k_buffer, made.v_buffer, made.staging_k_buffer, made.staging_v_buffer = host.k, host.v, *buffers
-        made.device_k_buffers, made.device_v_buffers = (list(t) for t in halves)
-    device, there = hicache._pools(made, None)[0]
-    assert hicache._staging(made, there, 20) is None, "so few are not worth it"
-    monkeypatch.setattr(hicache, "STAGED_BYTES", 1)
-    staging = hicache._staging(made, there, 20)
-    assert staging is not None
-    here, at = torch.randperm(slots)[:20], torch.arange(4, 24)
-    hicache._backup_staged(made, device, staging, there, at, here)
-    for far, near in zip((host.k, host.v), halves, strict=False):
-        assert torch.equal(far[at].transpose(0, 1), near[:, here])
-        assert far.count_nonzero() == near[:, here].count_nonzero()
-    del made._hal_staging
-    setattr(made, "staging_buffer" if latent else "staging_v_buffer", buffers[0][:, :2])
-    assert hicache._staging(made, there, 20) is None

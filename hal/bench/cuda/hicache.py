@@ -41,15 +41,7 @@ def _ours(kind: str, device: KVPool, host: KVPool) -> SimpleNamespace:
     for name, near, far in zip(names, (device.k, device.v), (host.k, host.v), strict=False):
         setattr(made, name, far)
         setattr(made, f"device_{name}s", list(near))
-        if host.layout == "page_first":
-            half = "" if kind == "mla" else f"_{name[0]}"
-            setattr(made, f"staging{half}_buffer", _staged(host, far))
     return made
-
-
-def _staged(host: KVPool, half: Tensor) -> Tensor:
-    slots = min(STAGED_PAGES * host.page_size, host.num_slots)
-    return torch.empty(slots, *half.shape[1:], dtype=half.dtype, device=inputs.DEVICE)
 
 
 def _adapter(host: SimpleNamespace, way: str, layers: int, there: Tensor, here: Tensor) -> None:
@@ -133,7 +125,8 @@ def _jit(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) -> d
     tables = [_table(t) for t in near]
     if first:
         run = getattr(ops, f"transfer_hicache_all_layer{mla}_staged_lf_pf")
-        staged = [_staged(host, t) for t in far]
+        pages = min(STAGED_PAGES, host.num_slots // host.page_size)
+        staged = [torch.empty(pages * host.page_size, *t.shape[1:], dtype=t.dtype, device=inputs.DEVICE) for t in far]
         return {"sglang jit": partial(run, *tables, there, here_cpu, *staged, *far, page_size=host.page_size)}
     run = getattr(ops, f"transfer_hicache_all_layer{mla}")
     strides = {f"{'cache' if mla else 'kv_cache'}_{side}_stride_bytes": item for side in ("src", "dst")}

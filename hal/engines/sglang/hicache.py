@@ -18,9 +18,6 @@ from hal.engines.sglang import limits
 LAYOUTS = {"layer_first": 0, "page_first": 1, "page_first_direct": 1, "page_head": 3}
 """Of a host pool's, and which dim is the layer's."""
 
-STAGED_BYTES = 64 << 20
-"""From so many on a backup goes by the copy engine: starting it takes the host longer than a kernel."""
-
 
 def load_to_device_per_layer(
     self: Any,
@@ -42,42 +39,8 @@ def backup_from_device_all_layer(
 ) -> None:
     """Rows of all layers from slots of the device's pool to slots of the host pool `self`."""
     device, host = _pools(self, device_pool)[0]
-    if host_indices.device != device_indices.device and host_indices.device.type == "cpu":
-        staging = _staging(self, host, host_indices.shape[0])
-        if staging is not None:
-            _backup_staged(self, device, staging, host, host_indices, device_indices)
-            return
     host_slots, slots = _together(host_indices, device_indices)
     _transfer(self, device, host, slots, host_slots, "backup")
-
-
-def _backup_staged(
-    owner: Any, device: KVPool, staging: KVPool, host: KVPool, host_slots: Tensor, slots: Tensor
-) -> None:
-    """Rows are put in order on the device, by slots that nobody has to wait for, and leave it by the copy engine,
-    which is faster than any kernel: where they go is known here."""
-    room = staging.num_slots
-    if "_hal_order" not in owner.__dict__:
-        owner._hal_order = tuple(torch.arange(room, dtype=slots.dtype, device=at) for at in ("cpu", slots.device))
-    here, there = owner._hal_order
-    for first in range(0, host_slots.shape[0], room):
-        part, n = slice(first, first + room), min(room, host_slots.shape[0] - first)
-        _transfer(owner, device, staging, slots[part], there[:n], "gather")
-        _transfer(owner, staging, host, here[:n], host_slots[part].to(here.dtype), "engine")
-
-
-def _staging(owner: Any, host: KVPool, n: int) -> KVPool | None:
-    """SGLang's buffer for its own kernel of this copy, where it has one and so many tokens are worth it."""
-    row_bytes = host.num_layers * sum(p.row_bytes for p in host.planes())
-    if host.layout != "page_first" or n * row_bytes < STAGED_BYTES:
-        return None
-    if "_hal_staging" not in owner.__dict__:
-        names = {"k": "staging_k_buffer", "v": "staging_v_buffer"} if host.v is not None else {"k": "staging_buffer"}
-        made: dict[str, Any] = {half: getattr(owner, name, None) for half, name in names.items()}
-        fits = all(t is not None and t.shape[1:] == getattr(host, half).shape[1:] for half, t in made.items())
-        owner._hal_staging = KVPool(**made, layout="page_first", page_size=host.page_size) if fits else None
-    found: KVPool | None = owner._hal_staging
-    return found
 
 
 def allocate(

@@ -76,26 +76,3 @@ def test_hicache(layout: str, where: tuple[str, str]) -> None:
     for half, rows in zip((k, v), want, strict=True):
         assert torch.equal(half[:, THERE.cuda()], rows)
         assert half.count_nonzero() == rows.count_nonzero()
-
-
-@pytest.mark.parametrize("page", [1, 4])
-def test_hicache_by_way_of_a_buffer(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's slots on the CPU, the device's not, as SGLang has them where it would use a buffer of its own."""
-    monkeypatch.setattr(hicache, "STAGED_BYTES", 1)
-    k, v = pool(LAYERS, SLOTS), pool(LAYERS, SLOTS)
-    host = KVPool.host_like(KVPool(k, v), SLOTS, "page_first", page_size=page)
-    made: Any = SimpleNamespace(
-        layout="page_first", page_size=page, k_buffer=host.k, v_buffer=host.v, device_k_buffers=list(k),
-        device_v_buffers=list(v), staging_k_buffer=pool(8, LAYERS), staging_v_buffer=pool(8, LAYERS),
-    )  # fmt: skip
-    here, there = torch.arange(4, 32), torch.randperm(SLOTS)[:28].cuda()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        hicache.backup_from_device_all_layer(made, None, here, there, "kernel")
-    stream.synchronize()
-    assert "_hal_order" in made.__dict__
-    for far, near in zip((host.k, host.v), (k, v), strict=True):
-        assert far is not None
-        assert torch.equal(far[here].transpose(0, 1), near[:, there].cpu())
-        assert far.count_nonzero() == near[:, there].count_nonzero()
