@@ -175,12 +175,22 @@ def engine(
     ] = "{}",
     report: Annotated[Path | None, typer.Option("--json", help="A file for the report.")] = None,
     engines: Annotated[
-        str, typer.Option(help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang.")
+        str,
+        typer.Option(
+            help="Which, in this order: stock,hal for vllm; hal,triton,flashinfer for sglang, with --returned "
+            "without,stock,hal."
+        ),
     ] = "",
+    returned: Annotated[
+        int, typer.Option(help="sglang: instead, tokens of a prompt that HiCache has leave the device and return.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="How often each runs.")] = 1,
     speculative: Annotated[
         int, typer.Option(help="sglang: drafts a step, in a chain, by a draft model of one layer; 0: none.")
     ] = 0,
+    same: Annotated[
+        bool, typer.Option("--same-tokens", help="sglang: decode repeats a token of each prompt, alike in all engines.")
+    ] = False,
     together: Annotated[
         bool, typer.Option(help="vllm: start both at once and take turns; --vllm kv_cache_memory_bytes shares.")
     ] = False,
@@ -197,8 +207,11 @@ def engine(
     if name == "sglang":
         own = sglang.Options(
             shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
-            _read("--sglang", settings, json.loads), speculative,
+            _read("--sglang", settings, json.loads), speculative, same,
         )  # fmt: skip
+        if returned:
+            which = tuple(engines.split(",")) if engines else ("without", "stock", "hal")
+            _leave("hal.bench.sglang_hicache", "main", own, which, returned, report)
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
         shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,

@@ -35,20 +35,26 @@ def check(op: str, name: str, call: Callable[[dict[str, Any]], Any], make: Calla
 
 
 def check_transfer(name: str, call: Callable[[], Any], src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
-    """Raises unless `call` copies the rows `there` of one pool to `here` of the other, which it finds overwritten."""
+    """Raises unless `call` copies the rows `there` of one pool to `here` of the other, which it finds overwritten.
+
+    Looked at are the first layer and the last."""
+
+    def at(pool: KVPool, slots: Tensor) -> Any:
+        paged = pool.layout in ("page_first_direct", "page_head")
+        return (slots // pool.page_size, slots % pool.page_size) if paged else slots
 
     def read(pool: KVPool, half: Tensor, slots: Tensor) -> Tensor:
-        paged = pool.layout in ("page_first_direct", "page_head")
-        at = half[slots // pool.page_size, slots % pool.page_size] if paged else half[slots]
-        return at.view(torch.int16).cpu()
+        return half[at(pool, slots)].view(torch.int16).cpu()
 
-    for half in (dst.k, dst.v):
-        if isinstance(half, Tensor):
-            half.view(torch.int16).fill_(-1)
+    layers = 0, src.num_layers - 1
+    for layer in layers:
+        for half in dst.layer(layer):
+            if half is not None:
+                half[at(dst, here)] = -1
     call()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    for layer in (0, src.num_layers - 1):
+    for layer in layers:
         for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
             if s is not None and d is not None and not torch.equal(read(src, s, there), read(dst, d, here)):
                 raise AssertionError(f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}")

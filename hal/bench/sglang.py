@@ -2,7 +2,8 @@
 
 As `hal.bench.vllm`, whose shapes, weights and report these are: each implementation in a process of its own, its
 outputs compared first, then decode by batch and the time to the first token by prompt length, CUDA graphs on. Decode is
-what a long generation takes longer than a short one of the same prompts, which are cached by then.
+what a long generation takes longer than a short one of the same prompts, which are cached by then. All of them import
+SGLang at once; each then waits for its turn, and has the device alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,8 @@ from hal.bench.shapes import SHAPES
 
 SHORT = 8
 """Tokens of the short generation."""
+ASKED, TURN, FOUND = "asked", "turn", "found.json"
+"""Files of a run's folder: who gives it its turn, by its process; that it has come; what was found."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Options:
         memory: SGLang's mem_fraction_static.
         settings: more of ``Engine(...)``.
         drafts: in a chain, by a draft model of the shape's first layer, verified in each step; 0: none.
+        same: in decode each request makes one token again and again, its prompt's first: with random weights greedy
+            tokens part soon, and what experts do depends on them.
     """
 
     shape: str = "llama-3.1-8b"
@@ -50,25 +56,46 @@ class Options:
     memory: float = 0.85
     settings: dict[str, Any] = field(default_factory=dict)
     drafts: int = 0
+    same: bool = False
 
 
 # --- one implementation, in a process of its own ----------------------------------------------------
 
 
 def register() -> None:
-    """A plugin of SGLang's: in every process of the engine, weights as `hal.bench.vllm.random_weights` makes them."""
+    """A plugin of SGLang's, in every process of the engine: weights as `hal.bench.vllm.random_weights` makes them, and
+    no use of the device before its turn."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", vllm.random_weights, HookType.REPLACE
-    )
+    for target, hook, kind in (
+        ("model_loader.weight_utils.initialize_dummy_weights", vllm.random_weights, HookType.REPLACE),
+        ("model_executor.model_runner.ModelRunner.init_torch_distributed", wait_for_turn, HookType.BEFORE),
+    ):
+        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+
+
+def wait_for_turn(runner: Any) -> None:
+    """Where the model's folder says whom to wait for: its models are imported until then.
+
+    Raises:
+        ProcessLookupError: who gives turns is gone.
+    """
+    folder = Path(runner.server_args.model_path)
+    if not (folder / ASKED).exists():
+        return
+    import sglang.srt.models.registry  # noqa: F401
+
+    giver = int((folder / ASKED).read_text())
+    while not (folder / TURN).exists():
+        os.kill(giver, 0)
+        time.sleep(0.02)
 
 
 def child(attention: str, options: str, folder: str) -> None:
     """Runs one implementation by `Options` as JSON; writes what it found after every point."""
-    given, file = Options(**json.loads(options)), Path(folder, "found.json")
+    given = Options(**json.loads(options))
     for found in measure(attention, given, folder):
-        file.write_text(json.dumps(found))
+        Path(folder, FOUND).write_text(json.dumps(found))
 
 
 def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str, Any]]:
@@ -76,16 +103,19 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     begin = time.perf_counter()
     found: dict[str, Any] = {"engine": attention, "decode": [], "ttft": [], "skipped": []}
     engine = _engine(attention, options, folder)
-    found["start_s"] = round(time.perf_counter() - begin, 1)
+    turn = Path(folder, TURN)
+    waited = turn.exists()  # since when it has been its turn
+    found["start_s"] = round(time.time() - turn.stat().st_mtime if waited else time.perf_counter() - begin, 1)
     found["attention"] = engine.get_server_info()["attention_backend"]
     print(f"{attention}: started, {found['start_s']} s", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     yield found
     vocabulary = SHAPES[options.shape]["vocab_size"]
 
-    def generate(prompts: list[list[int]], new: int, **more: Any) -> tuple[float, list[Any]]:
+    def generate(prompts: list[list[int]], new: int, same: bool = False, **more: Any) -> tuple[float, list[Any]]:
         start = time.perf_counter()
-        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        greedy = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        sampling = [{**greedy, "logit_bias": {str(p[0]): 1e4}} for p in prompts] if same else greedy
         outs = engine.generate(input_ids=prompts, sampling_params=sampling, **more)
         return time.perf_counter() - start, outs
 
@@ -97,7 +127,9 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
     if not options.drafts:
         points.append(("logits", "logits", partial(_logits, generate, prompt)))
     for b, c in options.decode:
-        points.append((f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps)))
+        points.append(
+            (f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps, options.same))
+        )
     points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
     for name, kind, run in points:
         if time.perf_counter() - begin > options.seconds:
@@ -157,10 +189,11 @@ def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int) -> list[dict[str, Any]]:
+def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int, same: bool) -> list[dict[str, Any]]:
     prompts = [prompt(context, 31 * context + i) for i in range(batch)]
-    generate(prompts, SHORT)  # prefills what the others find cached
-    pairs = [(generate(prompts, SHORT), generate(prompts, SHORT + steps)) for _ in range(3)]
+    run = partial(generate, prompts, same=same)
+    run(SHORT)  # prefills what the others find cached
+    pairs = [(run(SHORT), run(SHORT + steps)) for _ in range(3)]
     each = [long - short for (short, _), (long, _) in pairs]
     counts = [_verified(longs) - _verified(shorts) for (_, shorts), (_, longs) in pairs]
     seconds = statistics.median(each)
@@ -185,32 +218,41 @@ def _ttft(generate: Any, prompt: Any, n: int) -> list[dict[str, Any]]:
 
 def main(options: Options, attentions: Sequence[str], rounds: int, file: Path | None) -> int:
     """Runs the implementations in turn, prints the report and writes it to a file; 1 where one failed."""
-    report: dict[str, Any] = {}
     runs: list[dict[str, Any]] = []
-    for _ in range(rounds):
-        for attention in attentions:
-            runs.append(_spawn(attention, options))
+    with ExitStack() as stack:
+        given = [(a, "child", a, json.dumps(asdict(options))) for a in attentions] * rounds
+        for a, child in [(a, stack.enter_context(Child(__name__, *args))) for a, *args in given]:
+            runs.append({"engine": a, **child.run()})
             # What there is is kept, whatever ends the next one.
             report = _report(options, attentions, runs)
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(report, indent=1) + "\n")
+            write(report, file)
     print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
     for r in runs:
         print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
     return int(any("error" in r for r in runs))
 
 
+def write(report: Mapping[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def about(options: Options) -> dict[str, Any]:
+    """What a report begins with."""
+    it = machine("cuda" if vllm.has_gpu() else "cpu")
+    return {
+        "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": options.shape,
+        "dtype": options.dtype, "settings": options.settings, "same_tokens": options.same, "drafts": options.drafts,
+        "device": it["device"], "torch": it["versions"]["torch"], "engine": version("sglang") or "",
+        "flashinfer": version("flashinfer-python") or "", "triton": it["versions"]["triton"] or "",
+        "python": it["python"],
+    }  # fmt: skip
+
+
 def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The runs; how far each one's outputs are from hal's, and hal's speed over each one's."""
-    about = machine("cuda" if vllm.has_gpu() else "cpu")
-    found: dict[str, Any] = {
-        "date": about["date"], "commit": os.environ.get("GIT_COMMIT") or about["commit"], "shape": options.shape,
-        "dtype": options.dtype, "settings": options.settings, "drafts": options.drafts, "device": about["device"],
-        "torch": about["versions"]["torch"], "engine": version("sglang") or "",
-        "flashinfer": version("flashinfer-python") or "", "triton": about["versions"]["triton"] or "",
-        "python": about["python"], "runs": runs,
-    }  # fmt: skip
+    found: dict[str, Any] = {**about(options), "runs": runs}
     of = {a: [r for r in runs if r["engine"] == a and r.get("decode")] for a in attentions}
     for a in attentions:
         if a != "hal" and of[a] and of.get("hal"):
@@ -219,21 +261,44 @@ def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, An
     return found
 
 
-def _spawn(attention: str, options: Options) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="hal-sglang-") as folder:
-        plugin = Path(folder, "hal_bench_sglang-1.dist-info")
+class Child:
+    """A process with SGLang, which calls a function of a module with strings and its folder; it waits for its turn.
+
+    Args:
+        env: of its environment, what is other than here.
+    """
+
+    def __init__(self, module: str, function: str, *args: str, env: Mapping[str, str] | None = None) -> None:
+        self.made = tempfile.TemporaryDirectory(prefix="hal-sglang-")
+        self.folder = Path(self.made.name)
+        (self.folder / ASKED).write_text(str(os.getpid()))
+        plugin = self.folder / "hal_bench_sglang-1.dist-info"
         plugin.mkdir()
-        Path(plugin, "METADATA").write_text("Metadata-Version: 2.1\nName: hal-bench-sglang\nVersion: 1\n")
-        Path(plugin, "entry_points.txt").write_text("[sglang.srt.plugins]\nhal_bench = hal.bench.sglang:register\n")
-        path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH", "")) if p)
-        program = "import sys; from hal.bench.sglang import child\nfrom hal.engines.sglang import vision\n"
-        program += "vision.declare_operators()\nif __name__ == '__main__': child(*sys.argv[1:])\n"
-        main_file = Path(folder, "run.py")  # SGLang spawns, which wants a file
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: hal-bench-sglang\nVersion: 1\n")
+        (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nhal_bench = {module}:register\n")
+        path = os.pathsep.join(p for p in (self.made.name, os.environ.get("PYTHONPATH", "")) if p)
+        program = f"import sys; from {module} import {function}\nfrom hal.engines.sglang import vision\n"
+        program += f"vision.declare_operators()\nif __name__ == '__main__': {function}(*sys.argv[1:])\n"
+        main_file = self.folder / "run.py"  # SGLang spawns, which wants a file
         main_file.write_text(program)
-        code = subprocess.run(
-            [sys.executable, str(main_file), attention, json.dumps(asdict(options)), folder],
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        ).returncode
-        file = Path(folder, "found.json")
-        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"engine": attention}
+        self.process = subprocess.Popen(
+            [sys.executable, str(main_file), *args, self.made.name],
+            env={**os.environ, **(env or {}), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )
+
+    def run(self) -> dict[str, Any]:
+        """What it found, and `error` where it failed, when it has ended."""
+        (self.folder / TURN).touch()
+        code = self.process.wait()
+        file = self.folder / FOUND
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return {**found, "error": f"exit status {code}: see stderr"} if code else found
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # whom it started finds no giver of turns
+            self.process.wait()
+        self.made.cleanup()

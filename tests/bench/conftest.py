@@ -20,7 +20,7 @@ def timed(calls: Mapping[str, Callable[[int], Any]], sets: int = 1, *_: Any, **_
     return {name: 2.0 + i for i, name in enumerate(calls)}
 
 
-def untimed(calls: Mapping[str, Callable[[int], Any]], *_: Any) -> dict[str, float]:
+def untimed(calls: Mapping[str, Callable[[int], Any]], *_: Any, **__: Any) -> dict[str, float]:
     return dict.fromkeys(calls, 1.0)
 
 

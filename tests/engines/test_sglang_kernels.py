@@ -154,6 +154,27 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(pages, dst.flip(0).transpose(0, 1))
 
 
+def test_parts_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiCache's JIT names: the first elements of rows that are longer, by layers and by tables of addresses."""
+    src, dst = torch.randn(2, 2, LAYERS, SLOTS, 16).unbind()
+    was, part, stride = dst.clone(), slice(12), 16 * 4
+    views = [t[0][..., part] for t in (dst[0], dst[1], src[0], src[1])]
+    kernels.transfer_hicache_one_layer(*views[:2], DST, *views[2:], SRC, block_quota=1)
+    for half in range(2):
+        check(src[half, 0, :, part], dst[half, 0, :, part], was[half, 0, :, part])
+    assert torch.equal(dst[..., 12:], was[..., 12:])
+    tables = [torch.tensor([t.data_ptr() for t in half], dtype=torch.uint64) for half in (*dst, *src)]
+    store = src.untyped_storage()
+    known = lambda addresses: [(store.data_ptr(), store.data_ptr() + store.nbytes(), "cpu") for _ in addresses]  # noqa: E731
+    monkeypatch.setattr(_addresses, "allocations", known)
+    strides = {f"kv_cache_{side}_stride_bytes": stride for side in ("src", "dst")}
+    kernels.transfer_hicache_all_layer(*tables[:2], DST, *tables[2:], SRC, **strides, element_size=12 * 4)
+    for half in range(2):
+        for i in range(LAYERS):
+            check(src[half, i, :, part], dst[half, i, :, part], was[half, i, :, part])
+    assert torch.equal(dst[..., 12:], was[..., 12:])
+
+
 def test_addresses_are_refused() -> None:
     table = torch.tensor([1, 2, 3], dtype=torch.uint64)
     with pytest.raises(kernels.Unsupported, match=r"address 0x1 of a table: no allocator .* pass the layers") as e:
@@ -253,6 +274,15 @@ def test_set_mla_kv_buffer(function: str) -> None:
     nope, rope, cache = torch.randn(3, 1, 8), torch.randn(3, 1, 4), torch.zeros(SLOTS, 1, 12)
     getattr(kernels, function)(cache, torch.tensor([4, 0, 99]), nope, rope)
     check(torch.cat([nope, rope], -1), cache, torch.zeros_like(cache), [(0, 4)])
+    getattr(kernels, function)(cache, torch.empty(0, dtype=torch.int64), nope[:0], rope[:0])
+    check(torch.cat([nope, rope], -1), cache, torch.zeros_like(cache), [(0, 4)])
+
+
+def test_set_mla_kv_buffer_of_bytes() -> None:
+    """All 256 of them, in rows of a layout that hal does not know."""
+    rows, cache = torch.arange(256, dtype=torch.uint8).view(4, 1, 64), torch.zeros(SLOTS, 1, 64, dtype=torch.uint8)
+    kernels.set_mla_kv_buffer(cache, torch.tensor([3, 1, 2, 7]), rows[..., :48], rows[..., 48:])
+    check(rows, cache, torch.zeros_like(cache), list(enumerate([3, 1, 2, 7])))
 
 
 @pytest.mark.parametrize("neox", [True, False])

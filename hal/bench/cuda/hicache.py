@@ -1,5 +1,6 @@
-# mypy: disable-error-code="arg-type, misc, no-any-return, unused-ignore"
-"""The table of SGLang's HiCache: its host pools' two methods on hal, beside `sgl_kernel`'s own copies and memcpy.
+# mypy: disable-error-code="arg-type, misc, no-any-return, union-attr, unused-ignore"
+"""The table of SGLang's HiCache: its host pools' two methods on hal, beside its JIT kernels, which they call where
+those can be built, `sgl_kernel`'s copies, which they call elsewhere, and memcpy.
 
 A load is a call a layer, all layers one after another; a backup is one call. What hal's adapter replaces is what runs.
 """
@@ -28,6 +29,9 @@ SLOTS = 8192
 FEW, MANY = 256, 4096
 LAUNCH = (2, 32)
 """`sgl_kernel`'s own defaults: blocks, and warps of a block."""
+STAGED = "page_first", "backup"
+STAGED_PAGES = 64
+"""What SGLang's host pool has a buffer for on the device, and of how many pages."""
 
 
 def _ours(kind: str, device: KVPool, host: KVPool) -> SimpleNamespace:
@@ -99,6 +103,37 @@ def _peers(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) ->
     return calls
 
 
+def _jit(way: str, device: KVPool, host: KVPool, slots: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
+    """SGLang's JIT kernels of the same copies, as its host pools call them: to page_first by a staging buffer."""
+    ops = peers.sglang("ops.kvcache.hicache")
+    if ops is None:
+        return {}
+    there, here, _, here_cpu = slots
+    item, layers = device.planes()[0].row_bytes, device.num_layers
+    dim, first = item // device.dtype.itemsize, host.layout == "page_first"
+    near, far = (tuple(t for t in (p.k, p.v) if t is not None) for p in (device, host))
+    mla = "" if len(near) == 2 else "_mla"
+    views = [t.transpose(0, 1) if first else t for t in far]
+    if way == "load":
+        run = getattr(ops, f"transfer_hicache_one_layer{mla}")
+
+        def load() -> None:
+            for i in range(layers):
+                run(*(t[i] for t in near), there, *(t[i] for t in views), here, element_dim=dim)
+
+        return {"sglang jit": load}
+    tables = [_table(t) for t in near]
+    if first:
+        run = getattr(ops, f"transfer_hicache_all_layer{mla}_staged_lf_pf")
+        pages = min(STAGED_PAGES, host.num_slots // host.page_size)
+        staged = [torch.empty(pages * host.page_size, *t.shape[1:], dtype=t.dtype, device=inputs.DEVICE) for t in far]
+        return {"sglang jit": partial(run, *tables, there, here_cpu, *staged, *far, page_size=host.page_size)}
+    run = getattr(ops, f"transfer_hicache_all_layer{mla}")
+    strides = {f"{'cache' if mla else 'kv_cache'}_{side}_stride_bytes": item for side in ("src", "dst")}
+    into = [_table(t) for t in far]
+    return {"sglang jit": partial(run, *into, here, *tables, there, **strides, element_size=item)}
+
+
 def _table(layers: Tensor) -> Tensor:
     return torch.tensor([t.data_ptr() for t in layers], dtype=torch.uint64, device=inputs.DEVICE)
 
@@ -112,13 +147,16 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     layers, row, halves = KINDS[kind]
     there, here = _slots(host.page_size, n, True), _slots(host.page_size, n, scattered)
     on_device = there.to(inputs.DEVICE), here.to(inputs.DEVICE)
+    there_gpu, here_gpu = on_device
     nbytes = n * layers * row[0] * row[1] * 2 * halves
     flat = torch.empty(nbytes, dtype=torch.uint8, device=inputs.DEVICE)
     pinned = pinned_bytes(nbytes)
     ours = _ours(kind, device, host)
     calls: dict[str, Callable[[], Any]] = {
-        OURS: partial(_adapter, ours, way, layers, *on_device),
+        # Of these SGLang leaves the host's slots where they are.
+        OURS: partial(_adapter, ours, way, layers, there_gpu, here if (host.layout, way) == STAGED else here_gpu),
         "hal, slots on the CPU": partial(_adapter, ours, way, layers, there, here),
+        **_jit(way, device, host, (*on_device, there, here)),
         **_peers(way, device, host, (*on_device, there, here)),
     }
     a, b, s, d = (host, device, here, there) if way == "load" else (device, host, there, here)
@@ -131,7 +169,9 @@ def _row(kind: str, way: str, device: KVPool, host: KVPool, n: int, scattered: b
     about = {"op": "hicache", "kind": kind, "layout": host.layout, "way": way, "page": host.page_size}
     slots = "scattered" if scattered else "in order"
     gbs = timing.wall_gbs(calls, nbytes, 7 if n == MANY else 25)
-    return {**about, "tokens": n, "host slots": slots, "bytes": nbytes, "wall_gbs": gbs}
+    short = {name: lambda i, call=call: call() for name, call in calls.items() if "direct" not in name}
+    host_us = timing.host_us(short, count=40) if n == FEW else {}
+    return {**about, "tokens": n, "host slots": slots, "bytes": nbytes, "wall_gbs": gbs, "host_us": host_us}
 
 
 def hicache(quick: bool = False) -> list[Row]:

@@ -39,6 +39,10 @@ from hal.engines.sglang.kernels.slots import (
     write_req_to_token_pool_triton,
 )
 from hal.engines.sglang.kernels.transfer import (
+    transfer_hicache_all_layer,
+    transfer_hicache_all_layer_mla,
+    transfer_hicache_one_layer,
+    transfer_hicache_one_layer_mla,
     transfer_kv_all_layer,
     transfer_kv_all_layer_direct_lf_pf,
     transfer_kv_all_layer_lf_pf,
@@ -90,7 +94,9 @@ __all__ = [
     "create_flashinfer_kv_indices_triton", "decode_attention_fwd", "decode_attention_fwd_grouped",
     "decode_attention_fwd_normal", "extend_attention_fwd", "extend_attention_fwd_unified", "get_last_loc",
     "merge_state", "merge_state_triton", "merge_state_v2", "register", "set_mla_kv_buffer",
-    "set_mla_kv_buffer_triton", "store_cache", "transfer_kv_all_layer", "transfer_kv_all_layer_direct_lf_pf",
+    "set_mla_kv_buffer_triton", "store_cache", "transfer_hicache_all_layer", "transfer_hicache_all_layer_mla",
+    "transfer_hicache_one_layer", "transfer_hicache_one_layer_mla", "transfer_kv_all_layer",
+    "transfer_kv_all_layer_direct_lf_pf",
     "transfer_kv_all_layer_lf_pf", "transfer_kv_all_layer_lf_ph", "transfer_kv_all_layer_mla",
     "transfer_kv_all_layer_mla_lf_pf", "transfer_kv_direct", "transfer_kv_per_layer",
     "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_per_layer_mla", "transfer_kv_per_layer_mla_pf_lf",

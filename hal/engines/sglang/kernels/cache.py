@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import hal
@@ -64,11 +65,14 @@ def set_mla_kv_buffer(
     reserved_skip_index: int = 0,
 ) -> None:
     """Writes rows ``nope ‖ rope`` to the slots `loc` of ``[slots, row]`` or ``[slots, 1, row]``; skips as above."""
-    if cache_k_rope is None or not cache_k_rope.numel():
+    if cache_k_rope is None or not cache_k_rope.shape[-1]:
         raise Unsupported("hal: set_mla_kv_buffer: rows without a rope part")
     first, slots = _skip("set_mla_kv_buffer", loc, reserved_skip_index)
     rows = kv_buffer.view(kv_buffer.shape[0], -1)[first:]
-    nope, rope = (t.reshape(t.shape[0], -1) for t in (cache_k_nope, cache_k_rope))
+    nope, rope = (t.reshape(t.shape[0], t[:1].numel() or t.shape[-1]) for t in (cache_k_nope, cache_k_rope))
+    if rows.dtype == torch.uint8:
+        # Rows of another layout, as bytes: nothing is computed, and hal's rows are of two.
+        rows, nope, rope = (t.view(torch.float16) for t in (rows, nope, rope))
     hal.mla_kv_write(nope, rope, rows, slots)
 
 

@@ -159,6 +159,51 @@ def transfer_kv_all_layer_direct_lf_pf(
         _direct(dst, own, dst_indices, src_indices, page_size, load=False)
 
 
+def transfer_hicache_one_layer(
+    k_cache_dst: Tensor, v_cache_dst: Tensor, indices_dst: Tensor, k_cache_src: Tensor, v_cache_src: Tensor,
+    indices_src: Tensor, *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
+) -> None:  # fmt: skip
+    """Rows of `element_dim` elements of one layer, k and v; a cache's rows may be parts of longer ones."""
+    for dst, src in ((k_cache_dst, k_cache_src), (v_cache_dst, v_cache_src)):
+        transfer_hicache_one_layer_mla(dst, indices_dst, src, indices_src, element_dim=element_dim)
+
+
+def transfer_hicache_one_layer_mla(
+    cache_dst: Tensor, indices_dst: Tensor, cache_src: Tensor, indices_src: Tensor, *, element_dim: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer."""
+    dim = element_dim or cache_dst.shape[-1]
+    _copy([cache_src.view(-1, 1, dim)], [cache_dst.view(-1, 1, dim)], indices_src, indices_dst)
+
+
+def transfer_hicache_all_layer(
+    k_ptr_dst: Tensor, v_ptr_dst: Tensor, indices_dst: Tensor, k_ptr_src: Tensor, v_ptr_src: Tensor,
+    indices_src: Tensor, *, kv_cache_src_stride_bytes: int, kv_cache_dst_stride_bytes: int,
+    element_size: int | None = None, unroll: int | None = None, block_quota: int | None = None,
+) -> None:  # fmt: skip
+    """Rows of `element_size` bytes of all layers, k and v, by tables of addresses; rows are so many bytes apart."""
+    for dst, src in ((k_ptr_dst, k_ptr_src), (v_ptr_dst, v_ptr_src)):
+        transfer_hicache_all_layer_mla(
+            dst, indices_dst, src, indices_src, cache_src_stride_bytes=kv_cache_src_stride_bytes,
+            cache_dst_stride_bytes=kv_cache_dst_stride_bytes, element_size=element_size,
+        )  # fmt: skip
+
+
+def transfer_hicache_all_layer_mla(
+    ptr_dst: Tensor, indices_dst: Tensor, ptr_src: Tensor, indices_src: Tensor, *, cache_src_stride_bytes: int,
+    cache_dst_stride_bytes: int, element_size: int | None = None, unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:  # fmt: skip
+    """Likewise, of one buffer a layer."""
+    size = element_size or cache_dst_stride_bytes
+    src, dst = (
+        [rows[..., :size] for rows in _layers("transfer_hicache_all_layer_mla", table, stride, table.shape[0])]
+        for table, stride in ((ptr_src, cache_src_stride_bytes), (ptr_dst, cache_dst_stride_bytes))
+    )
+    _copy(src, dst, indices_src, indices_dst)
+
+
 def _direct(pages: Tensor, layers: Layers, page_slots: Tensor, slots: Tensor, page_size: int, load: bool) -> None:
     paged = hal.KVPool(pages, layout="page_first_direct", page_size=page_size)
     flat = hal.KVPool([t.view(t.shape[0], *pages.shape[3:]) for t in layers])
