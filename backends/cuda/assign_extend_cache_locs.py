@@ -35,10 +35,16 @@ SUM = 1024
 
 
 @triton.jit
-def _copy(table, row, known, start, t, wanted, out, to, width):
-    """out[to + t] = table row[start + t], -1 outside the table; where wanted."""
+def _slots(table, row, known, start, t, wanted, width):
+    """table row[start + t], -1 outside the table; where wanted."""
     column = start + t
-    slot = tl.load(table + row + column, wanted & known & (column >= 0) & (column < width), other=-1)
+    return tl.load(table + row + column, wanted & known & (column >= 0) & (column < width), other=-1)
+
+
+@triton.jit
+def _copy(table, row, known, start, t, wanted, out, to, width):
+    """out[to + t] = table row[start + t]; where wanted."""
+    slot = _slots(table, row, known, start, t, wanted, width)
     tl.store(out + to + t, slot.to(out.dtype.element_ty), wanted)
 
 
@@ -47,6 +53,15 @@ def _starts(starts, j, bs, size, width):
     """Clamped to where adding a token's number can't wrap; what was outside the table stays outside."""
     start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(start, -size), width)
+
+
+@triton.jit
+def _group(requests, starts, ends, j, bs, rows, stride, size, width):
+    """(lengths, where in the table, whether there, starts) of a group's requests."""
+    length = clamped(starts, ends, j, bs, size)
+    request = tl.load(requests + j, j < bs, other=-1).to(tl.int64)
+    known = (request >= 0) & (request < rows)
+    return length, tl.where(known, request, 0) * stride, known, _starts(starts, j, bs, size, width)
 
 
 @launch.jit(
@@ -65,11 +80,15 @@ def assign_few_kernel(
     length = clamped(starts, ends, which, bs, size)
     start = _starts(starts, which, bs, size, width)
     request = tl.load(requests + which, which < bs, other=-1).to(tl.int64)
-    j = tl.arange(0, FEW)
-    before = tl.sum(clamped(starts, ends, j, tl.minimum(bs, which), size), 0)
     known = (request >= 0) & (request < rows)
     row = tl.where(known, request, 0) * stride
-    for first in range((part * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
+    # Asked for before the sum: the table's memory has the longest way.
+    mine = part * PART + tl.arange(0, PART)
+    slot = _slots(table, row, known, start, mine, mine < length, width)
+    j = tl.arange(0, FEW)
+    before = tl.sum(clamped(starts, ends, j, tl.minimum(bs, which), size), 0)
+    tl.store(out + before + mine, slot.to(out.dtype.element_ty), (mine < length) & (before + mine < size))
+    for first in range(((part + parts) * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
         t = first + tl.arange(0, PART)
         _copy(table, row, known, start, t, (t < length) & (before + t < size), out, before, width)
     if which >= bs - 1:
@@ -99,31 +118,31 @@ def assign_many_kernel(
     group = tl.program_id(0) // parts * per_program
     last = tl.minimum(group + per_program, groups)
     r = tl.arange(0, GROUP)
-    work = (part == 0) | (last == groups)
+    work = ((part == 0) | (last == groups)) & (group < groups)
     if work == 0:
         longest = tl.zeros([GROUP], tl.int64)
         for g in range(group, last):
             longest = tl.maximum(longest, clamped(starts, ends, g * GROUP + r, bs, size))
         work = tl.max(longest, 0) > SPAN
     if work:
+        length, row, known, start = _group(requests, starts, ends, group * GROUP + r, bs, rows, stride, size, width)
+        t = tl.arange(0, TILE)[None, :]
+        # Asked for before the sum: the table's memory has the longest way.
+        wanted = (part == 0) & (t < length[:, None])
+        slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
         lengths = tl.zeros([SUM], tl.int64)
         for j in range(0, group * GROUP, SUM):
-            lengths += clamped(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
+            lengths += clamped(starts, ends, j + tl.arange(0, SUM), tl.minimum(bs, group * GROUP), size)
         before = tl.minimum(tl.sum(lengths, 0), size)
         while group < last:
-            mine = group * GROUP + r
-            length = clamped(starts, ends, mine, bs, size)
-            request = tl.load(requests + mine, mine < bs, other=-1).to(tl.int64)
-            start = _starts(starts, mine, bs, size, width)
             begin = before + tl.cumsum(length, 0) - length
-            known = (request >= 0) & (request < rows)
-            row = tl.where(known, request, 0) * stride
             most = tl.max(length, 0)
             if part == 0:
-                for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
-                    t = first + tl.arange(0, TILE)[None, :]
-                    wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
-                    _copy(table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width)
+                fits = tl.minimum(length, size - begin)[:, None]
+                tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), t < fits)
+                for first in range(TILE, tl.minimum(most, SPAN).to(tl.int32), TILE):
+                    u = first + t
+                    _copy(table, row[:, None], known[:, None], start[:, None], u, u < fits, out, begin[:, None], width)
             if most > SPAN:
                 for i in range(GROUP):
                     here = r == i
@@ -138,6 +157,10 @@ def assign_many_kernel(
                         _copy(table, row_i, known_i, start_i, u, u < length_i, out, begin_i, width)
             before = tl.minimum(before + tl.sum(length, 0), size)
             group += 1
+            next = tl.where(group < last, group * GROUP, bs) + r
+            length, row, known, start = _group(requests, starts, ends, next, bs, rows, stride, size, width)
+            wanted = (part == 0) & (t < length[:, None])
+            slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
         if last == groups:
             for first in range(before + part * CHUNK, size, parts * CHUNK):
                 o = first + tl.arange(0, CHUNK)
