@@ -139,7 +139,9 @@ class Plan:
                 "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
                 "or call hal.warmup"
             )
-        self.device = device
+        self.index = (
+            -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+        )
         alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
         groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
         self.groups = [_Group(a, b, src_page, dst_page, device) for a, b in groups if a[0].row_bytes]
@@ -150,10 +152,12 @@ class Plan:
     ) -> None:  # fmt: skip
         """Layers `first` to ``first + number`` of pools of so many slots and layers, by `count` programs at most."""
         n = src_slots.shape[0]
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        stream = launch._stream(self.index) if self.index >= 0 else 0
+        if stream and torch.cuda.is_current_stream_capturing():  # 0, the default one, never is
             _in_graphs.add(self)
         for g in self.groups:
-            g.tables.use()
+            if stream != g.tables.stream:
+                g.tables.use()
             most = MOST_ROWS // (g.halves * number * g.chunks)
             for i in range(0, n, most):
                 a, b = (src_slots, dst_slots) if n <= most else (src_slots[i : i + most], dst_slots[i : i + most])

@@ -99,15 +99,12 @@ def turns(count, part, log, CHUNK: tl.constexpr):
     return (tl.maximum(count - part * CHUNK, 0) + ((CHUNK << log) - 1)) // CHUNK >> log
 
 
-def grid(
-    bs: int, size: int, device: int, tiles: Tiles, sums: bool = True
-) -> tuple[tuple[int, int, int], int, int, int]:
-    """(grid, requests of a group, groups of a program, log2 of a group's parts) for `bs` requests, `size` outputs.
-    Without `sums` to be made each request is for itself."""
+def grid(bs: int, size: int, device: int, tiles: Tiles) -> tuple[tuple[int, int, int], int, int, int]:
+    """(grid, requests of a group, groups of a program, log2 of a group's parts) for `bs` requests, `size` outputs."""
     sms = multiprocessors(device)
-    group = 1 if bs <= 4 * sms or not sums else MANY
+    group = 1 if bs <= 4 * sms else MANY
     groups = -(-bs // group) or 1
-    each = -(-groups // (4 * sms)) if sums else 1
+    each = -(-groups // (4 * sms))
     programs = -(-groups // each)
     # No more parts than run at once: each one adds up the lengths anew.
     parts = min(-(-size // tiles[group].chunk) or 1, sms // programs or 1)

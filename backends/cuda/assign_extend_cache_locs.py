@@ -97,14 +97,42 @@ def assign_few_kernel(
             tl.store(out + o, tl.full([PART], -1, out.dtype.element_ty), o < size)
 
 
+@triton.jit
+def _place(
+    table, row, known, start, length, slot, out, begin, part, parts, size, width,
+    GROUP: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A group's slots from `begin` on: of each request the first TILE, which are loaded, and the others."""
+    most = tl.max(length, 0)
+    if part == 0:
+        t = tl.arange(0, TILE)[None, :]
+        fits = tl.minimum(length, size - begin)[:, None]
+        tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), t < fits)
+        for first in range(TILE, tl.minimum(most, SPAN).to(tl.int32), TILE):
+            u = first + t
+            _copy(table, row[:, None], known[:, None], start[:, None], u, u < fits, out, begin[:, None], width)
+    if most > SPAN:
+        for i in range(GROUP):
+            here = tl.arange(0, GROUP) == i
+            length_i = tl.sum(tl.where(here, length, 0), 0)
+            begin_i = tl.sum(tl.where(here, begin, 0), 0)
+            start_i = tl.sum(tl.where(here, start, 0), 0)
+            row_i = tl.sum(tl.where(here, row, 0), 0)
+            known_i = tl.sum((here & known).to(tl.int32), 0) > 0
+            length_i = tl.minimum(length_i, size - begin_i)
+            for first in range((SPAN + part * CHUNK).to(tl.int64), length_i, parts * CHUNK):
+                v = first + tl.arange(0, CHUNK)
+                _copy(table, row_i, known_i, start_i, v, v < length_i, out, begin_i, width)
+
+
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts",
+        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts", "each",
     )
 )  # fmt: skip
 def assign_many_kernel(
     table, requests, starts, ends, out,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32, each: tl.int32,
     PDL: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
@@ -112,56 +140,38 @@ def assign_many_kernel(
         gdc_launch_dependents()
         gdc_wait()
     part = tl.program_id(0) % parts
-    programs = tl.num_programs(0) // parts
-    groups = tl.cdiv(bs, GROUP)
-    per_program = tl.cdiv(groups, programs)
-    group = tl.program_id(0) // parts * per_program
-    last = tl.minimum(group + per_program, groups)
+    first_one = (tl.program_id(0) // parts).to(tl.int64) * each * GROUP
+    stop = tl.minimum(bs, first_one + each * GROUP)
     r = tl.arange(0, GROUP)
-    work = ((part == 0) | (last == groups)) & (group < groups)
+    work = ((part == 0) | (stop == bs)) & (first_one < bs)
     if work == 0:
         longest = tl.zeros([GROUP], tl.int64)
-        for g in range(group, last):
-            longest = tl.maximum(longest, clamped(starts, ends, g * GROUP + r, bs, size))
+        for at in range(first_one, stop, GROUP):
+            longest = tl.maximum(longest, clamped(starts, ends, at + r, bs, size))
         work = tl.max(longest, 0) > SPAN
     if work:
-        length, row, known, start = _group(requests, starts, ends, group * GROUP + r, bs, rows, stride, size, width)
         t = tl.arange(0, TILE)[None, :]
-        # Asked for before the sum: the table's memory has the longest way.
+        # Asked for before the sum, and the slots before its last step: the table's memory has the longest way.
+        length, row, known, start = _group(requests, starts, ends, first_one + r, bs, rows, stride, size, width)
+        lanes = tl.zeros([SUM], tl.int64)
+        for j in range(0, first_one, SUM):
+            lanes += clamped(starts, ends, j + tl.arange(0, SUM), first_one, size)
         wanted = (part == 0) & (t < length[:, None])
         slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
-        lengths = tl.zeros([SUM], tl.int64)
-        for j in range(0, group * GROUP, SUM):
-            lengths += clamped(starts, ends, j + tl.arange(0, SUM), tl.minimum(bs, group * GROUP), size)
-        before = tl.minimum(tl.sum(lengths, 0), size)
-        while group < last:
-            begin = before + tl.cumsum(length, 0) - length
-            most = tl.max(length, 0)
-            if part == 0:
-                fits = tl.minimum(length, size - begin)[:, None]
-                tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), t < fits)
-                for first in range(TILE, tl.minimum(most, SPAN).to(tl.int32), TILE):
-                    u = first + t
-                    _copy(table, row[:, None], known[:, None], start[:, None], u, u < fits, out, begin[:, None], width)
-            if most > SPAN:
-                for i in range(GROUP):
-                    here = r == i
-                    length_i = tl.sum(tl.where(here, length, 0), 0)
-                    begin_i = tl.sum(tl.where(here, begin, 0), 0)
-                    start_i = tl.sum(tl.where(here, start, 0), 0)
-                    row_i = tl.sum(tl.where(here, row, 0), 0)
-                    known_i = tl.sum((here & known).to(tl.int32), 0) > 0
-                    length_i = tl.minimum(length_i, size - begin_i)
-                    for first in range((SPAN + part * CHUNK).to(tl.int64), length_i, parts * CHUNK):
-                        u = first + tl.arange(0, CHUNK)
-                        _copy(table, row_i, known_i, start_i, u, u < length_i, out, begin_i, width)
-            before = tl.minimum(before + tl.sum(length, 0), size)
-            group += 1
-            next = tl.where(group < last, group * GROUP, bs) + r
-            length, row, known, start = _group(requests, starts, ends, next, bs, rows, stride, size, width)
+        before = tl.minimum(tl.sum(lanes, 0), size)
+        begin = before + tl.cumsum(length, 0) - length
+        _place(table, row, known, start, length, slot, out, begin, part, parts, size, width, GROUP, TILE, SPAN, CHUNK)
+        before = tl.minimum(before + tl.sum(length, 0), size)
+        for at in range(first_one + GROUP, stop, GROUP):
+            length, row, known, start = _group(requests, starts, ends, at + r, bs, rows, stride, size, width)
             wanted = (part == 0) & (t < length[:, None])
             slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
-        if last == groups:
+            begin = before + tl.cumsum(length, 0) - length
+            _place(
+                table, row, known, start, length, slot, out, begin, part, parts, size, width, GROUP, TILE, SPAN, CHUNK
+            )
+            before = tl.minimum(before + tl.sum(length, 0), size)
+        if stop == bs:
             for first in range(before + part * CHUNK, size, parts * CHUNK):
                 o = first + tl.arange(0, CHUNK)
                 tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
@@ -195,18 +205,18 @@ def assign_extend_cache_locs(
         return out
     few, many, programs = _launches[out.get_device()]
     rows, width = req_to_token.shape
+    tensors = req_to_token, req_pool_indices, start_offsets, end_offsets, out
     if bs <= MOST:
         run, part = few[256 if bs <= 256 else MOST]
         groups = bs or 1
         parts = min((size + part - 1) // part, programs // groups or 1)
+        run.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts)
     else:
-        run, groups = many, min((bs + GROUP - 1) // GROUP, programs)
+        groups = (bs + GROUP - 1) // GROUP
+        each = (groups + programs - 1) // programs
+        groups = (groups + each - 1) // each
         parts = min(programs // groups or 1, 8)
-    run.start(
-        (groups * parts, 1, 1),
-        req_to_token, req_pool_indices, start_offsets, end_offsets, out, bs, rows, width, req_to_token.stride(0),
-        size, parts,
-    )  # fmt: skip
+        many.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts, each)
     return out
 
 

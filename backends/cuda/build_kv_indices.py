@@ -2,8 +2,9 @@
 """build_kv_indices: ``req_to_token[r_i, start_i : start_i + len_i]`` packed into `out`, its sums into `kv_indptr`; or,
 where those are GIVEN, each list to where they say.
 
-The requests are shared out as `_spans` says. A start is compared with the table before it is added to. The first slots
-of a program are asked for before anything is known of where they go: the table's memory has the longest way.
+A program has a request, or every 2^log-th chunk of one. Of few requests it adds up the lengths before its own; of
+many, a launch makes all sums, and another reads them. A start is compared with the table before it is added to. The
+first slots are asked for before it is known where they go: the table's memory has the longest way.
 """
 
 import triton
@@ -11,95 +12,110 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, lengths_and_starts, turns
+from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._spans import extents, turns
 from hal.triton import launch
 
-TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
-GIVEN_TILES = {1: Tile(1024, 0, 4)}
-
-
-@triton.jit
-def _own(table, requests, lens, starts, group, stop, rows, stride, GROUP: tl.constexpr):
-    """(lengths, rows of the table, whether there are such, starts) of a group's requests up to `stop`."""
-    j = group + tl.arange(0, GROUP)
-    length, start = lengths_and_starts(lens, starts, group, stop, GROUP)
-    request = tl.load(requests + j, j < stop, other=-1).to(tl.int64)
-    known = (request >= 0) & (request < rows)
-    return length, table + tl.where(known, request, 0) * stride, known, start
+CHUNK, SUM = 1024, 128
+"""Slots at once, and lengths added at once, where the sums are made too."""
+GIVEN = ((2, 512, 4), (8, 1024, 4), (1 << 62, 512, 2))
+"""Up to so many requests a multiprocessor: slots at once, and warps, where they are given."""
+SUMS = 4096
+"""Lengths that the launch of sums adds at once."""
 
 
 @triton.jit
 def _slots(row, known, start, length, t, width):
-    """[GROUP, CHUNK] slots of a group's tokens `t`, -1 outside the table."""
-    start = start[:, None]
-    there = (t < length[:, None]) & known[:, None] & (start >= -t) & (start < width - t)
-    return tl.load(row[:, None] + tl.where(there, start + t, 0), there, other=-1)
+    """A request's slots at `t`, -1 outside the table."""
+    there = (t < length) & known & (start >= -t) & (start < width - t)
+    return tl.load(row + tl.where(there, start + t, 0), there, other=-1)
 
 
 @triton.jit
-def _given(indptr, group, stop, length, size, GROUP: tl.constexpr):
-    """(where a group's lists begin, how much of each has room) by the sums, which may be any numbers."""
-    j = group + tl.arange(0, GROUP)
-    low: tl.constexpr = -2147483648  # as good as any below: no list is longer
-    begin = tl.load(indptr + j, j < stop, other=0).to(tl.int64)
-    end = tl.load(indptr + j + 1, j < stop, other=0).to(tl.int64)
-    begin = tl.minimum(tl.maximum(begin, low), size)
-    return begin, tl.minimum(length, tl.minimum(tl.maximum(end, low), size) - begin)
+def _reach(indptr, j, bs, size):
+    """``indptr[j]``, which may be any number, pulled to where nothing that is added to it wraps: no list that begins
+    further below reaches 0."""
+    return tl.minimum(tl.maximum(tl.load(indptr + j, j <= bs, other=0).to(tl.int64), -2147483648), size)
 
 
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "each",
-        "log",
+        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "log",
     )
 )  # fmt: skip
 def kv_indices_kernel(
     table, requests, lens, indptr, out, starts,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
-    GIVEN: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, log: tl.int32,
+    GIVEN: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
+    i = (tl.program_id(0) >> log).to(tl.int64)
     part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
-    stop = tl.minimum(bs, first + each * GROUP)
-    mine = part * CHUNK + tl.arange(0, CHUNK)[None, :]
-    length, row, known, start = _own(table, requests, lens, starts, first, stop, rows, stride, GROUP)
-    slot = _slots(row, known, start, length, mine, width)
-    total = tl.zeros([], tl.int64)
+    request = tl.load(requests + i, i < bs, other=-1).to(tl.int64)
+    length = extents(lens, lens, i, bs, False)[1]
+    start = tl.zeros([], tl.int64)
+    if starts is not None:
+        start = tl.load(starts + i, i < bs, other=0).to(tl.int64)
+    if GIVEN:
+        to = _reach(indptr, i, bs, size)
+        fits = tl.minimum(length, _reach(indptr, i + 1, bs, size) - to)
+    known = (request >= 0) & (request < rows)
+    row = table + tl.where(known, request, 0) * stride
+    t = part * CHUNK + tl.arange(0, CHUNK)
+    slot = _slots(row, known, start, length, t, width)
     if not GIVEN:
-        lanes = tl.zeros([TILE], tl.int64)
-        for at in range(0, first, TILE):
-            _, before = extents(lens, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), False)
-            lanes += before
-        total = tl.sum(lanes, 0)
-    for group in range(first, stop, GROUP):
-        if GIVEN:
-            to, fits = _given(indptr, group, stop, length, size, GROUP)
-        else:
-            ending = total + tl.cumsum(length, 0)
-            if part == 0:
-                j = group + tl.arange(0, GROUP)
-                tl.store(indptr + j + 1, tl.minimum(ending, size).to(indptr.dtype.element_ty), j < bs)
-            to = ending - length
-            fits = tl.minimum(length, size - to)
-            total += tl.sum(length, 0)
-        to = to[:, None]
-        tl.store(out + to + mine, slot.to(out.dtype.element_ty), (mine < fits[:, None]) & (mine >= -to))
-        for turn in range(1, turns(tl.max(fits, 0), part, log, CHUNK)):
-            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
-            slot = _slots(row, known, start, fits, t, width)
-            tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits[:, None]) & (t >= -to))
-        if GROUP > 1:
-            length, row, known, start = _own(table, requests, lens, starts, group + GROUP, stop, rows, stride, GROUP)
-            slot = _slots(row, known, start, length, mine, width)
-    if not GIVEN and tl.program_id(0) == 0:
-        tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+        lanes = tl.zeros([SUM], tl.int64)
+        for at in range(0, tl.minimum(i, bs), SUM):
+            lanes += extents(lens, lens, at + tl.arange(0, SUM), tl.minimum(i, bs), False)[1]
+        to = tl.sum(lanes, 0)
+        fits = tl.minimum(length, size - to)
+        if part == 0:
+            tl.store(indptr + i + 1, tl.minimum(to + length, size).to(indptr.dtype.element_ty), i < bs)
+            if i == 0:
+                tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+    tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
+    for turn in range(1, turns(fits, part, log, CHUNK)):
+        t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)
+        slot = _slots(row, known, start, fits, t, width)
+        tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
 
 
-_launches = Launches(kv_indices_kernel, TILES, "GIVEN")
-_launches_given = Launches(kv_indices_kernel, GIVEN_TILES, "GIVEN")
+@launch.jit(do_not_specialize=("lens", "indptr", "bs", "size"))
+def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, SUMS: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+    total = tl.zeros([], tl.int64)
+    for at in range(0, bs, SUMS):
+        j = at + tl.arange(0, SUMS)
+        length = extents(lens, lens, j, bs, False)[1]
+        ending = tl.minimum(total + tl.cumsum(length, 0), size)
+        tl.store(indptr + j + 1, ending.to(indptr.dtype.element_ty), j < bs)
+        total += tl.sum(length, 0)
+
+
+class _Launches(dict[tuple[int, bool, int, int], launch.Launch]):
+    def __missing__(self, key: tuple[int, bool, int, int]) -> launch.Launch:
+        device, given, chunk, warps = key
+        on = pdl(device)
+        self[key] = made = kv_indices_kernel.bind(
+            GIVEN=given, PDL=on, CHUNK=chunk, SUM=SUM, num_warps=warps, launch_pdl=on
+        )
+        return made
+
+
+class _Sums(dict[int, launch.Launch]):
+    def __missing__(self, device: int) -> launch.Launch:
+        on = pdl(device)
+        self[device] = made = sums_kernel.bind(PDL=on, SUMS=SUMS, num_warps=16, launch_pdl=on)
+        return made
+
+
+_launches: _Launches = launch.keeps(_Launches())
+_sums: _Sums = launch.keeps(_Sums())
 
 
 def build_kv_indices(
@@ -109,14 +125,19 @@ def build_kv_indices(
     bs, size = kv_lens.numel(), out.numel()
     rows, width = req_to_token.shape
     device = out.get_device()
-    if given_indptr is not None:
-        programs, group, each, log = grid(bs, size, device, GIVEN_TILES, sums=False)
-        run = _launches_given[device, True, group]
+    sms = multiprocessors(device)
+    if given_indptr is None and bs > 4 * sms:
+        _sums[device].start((1, 1, 1), kv_lens, kv_indptr, bs, size)
+        given_indptr = kv_indptr
+    if given_indptr is None:
+        given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
     else:
-        programs, group, each, log = grid(bs, size, device, TILES)
-        run = _launches[device, False, group]
-    run.start(
-        programs, req_to_token, req_pool_indices, kv_lens, kv_indptr if given_indptr is None else given_indptr, out,
-        kv_start, bs, rows, width, req_to_token.stride(0), size, each, log,
+        chunk, warps = next((c, w) for n, c, w in GIVEN if bs <= n * sms)
+        given, most = True, 4 * sms
+    # Without sums no more parts than run at once: each adds up the lengths anew.
+    log = min(-(-size // chunk) or 1, most // (bs or 1) or 1).bit_length() - 1
+    _launches[device, given, chunk, warps].start(
+        ((bs or 1) << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
+        bs, rows, width, req_to_token.stride(0), size, log,
     )  # fmt: skip
     return out
