@@ -32,14 +32,13 @@ CHUNK_BYTES = 32 << 20
 
 
 RAMP = 8
-"""What part of a buffer the first goes out with, or the last comes in."""
+"""What part of a buffer the last is that comes in."""
 
 
 @dataclass
 class _Buffers:
     memory: Tensor
-    streams: tuple[Any, Any]
-    """One a buffer, so that the engine has the next copy before the last one's end is known; or none."""
+    stream: Any
     places: Tensor
     """int32, counting from 0: as many as the most tokens that a buffer has held."""
     free: tuple[Any, Any]
@@ -60,14 +59,13 @@ def buffers(device: torch.device) -> _Buffers:
         if found is None:
             memory = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
             if index >= 0:
-                streams: tuple[Any, Any] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+                stream: Any = torch.cuda.Stream(device)
                 events = [torch.cuda.Event() for _ in range(4)]
-                for stream in streams:
-                    memory.record_stream(stream)
+                memory.record_stream(stream)
             else:
-                streams, events = (None, None), [_Now() for _ in range(4)]
+                stream, events = None, [_Now() for _ in range(4)]
             none = torch.empty(0, dtype=torch.int32, device=device)
-            found = _buffers[key] = _Buffers(memory, streams, none, (events[0], events[1]), (events[2], events[3]))
+            found = _buffers[key] = _Buffers(memory, stream, none, (events[0], events[1]), (events[2], events[3]))
     return found
 
 
@@ -98,11 +96,10 @@ def side(device: torch.device) -> Iterator[int]:
         yield 0
         return
     b, now = buffers(device), torch.cuda.current_stream(device)
-    stream = b.streams[0]
-    stream.wait_stream(now)
+    b.stream.wait_stream(now)
     with torch.cuda.device(device):
-        yield stream.cuda_stream
-    now.wait_stream(stream)
+        yield b.stream.cuda_stream
+    now.wait_stream(b.stream)
 
 
 def granule(host: KVPool) -> int:
@@ -183,12 +180,10 @@ def _pieces(host: KVPool, tokens: int, slots: Tensor, bases: tuple[int, ...], ou
 
 
 def _parts(n: int, most: int, tokens: int, out: bool) -> list[slice]:
-    """`n` tokens in parts of `most`, but for a small one where the bus would wait: to be filled, or emptied, alone."""
-    small = min(n, most // RAMP // tokens * tokens or most)
-    ends = [0, *range(small, n, most), n]
-    if not out:
-        ends = [n - e for e in reversed(ends)]
-    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+    """`n` tokens in parts of `most`; to the device the last is small, as nothing is copied while it is scattered."""
+    small = 0 if out else min(n, most // RAMP // tokens * tokens or most)
+    ends = [*range(0, n - small, most), n - small, n] if small else [*range(0, n, most), n]
+    return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
 def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.device) -> None:
@@ -205,13 +200,12 @@ def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.devic
         b.places = torch.arange(per_chunk, dtype=torch.int32, device=device)
     grid = 4 * multiprocessors(device.index if device.index is not None else -1)
     stages = _stage(host, b, per_chunk)
-    for stream in b.streams:
-        if stream is not None:
-            stream.wait_stream(now)
+    engine = b.stream.cuda_stream if b.stream is not None else 0
+    if b.stream is not None:
+        b.stream.wait_stream(now)
     for i, part in enumerate(_parts(len(s), per_chunk, tokens, out)):
         buffer = i % 2
-        stage, stream = stages[buffer], b.streams[buffer]
-        engine = stream.cuda_stream if stream is not None else 0
+        stage = stages[buffer]
         here, there = b.places[: part.stop - part.start], uploaded[part]
         if out:
             _wait(now, b.free[buffer])
@@ -219,21 +213,20 @@ def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.devic
                 there, here, pool.num_slots, per_chunk, 0, layers, layers, grid
             )
             b.full[buffer].record(now)
-            _wait(stream, b.full[buffer])
+            _wait(b.stream, b.full[buffer])
             _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
-            b.free[buffer].record(stream)
+            b.free[buffer].record(b.stream)
         else:
-            _wait(stream, b.free[buffer])
+            _wait(b.stream, b.free[buffer])
             _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
-            b.full[buffer].record(stream)
+            b.full[buffer].record(b.stream)
             _wait(now, b.full[buffer])
             _copy.plan(stage.planes, pool.planes(), host.page_size, pool.page_size, device).run(
                 here, there, per_chunk, pool.num_slots, 0, layers, layers, grid
             )
             b.free[buffer].record(now)
-    for stream in b.streams:
-        if stream is not None:
-            now.wait_stream(stream)
+    if b.stream is not None:
+        now.wait_stream(b.stream)
 
 
 # --- which method -----------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import extents, turns
 from hal.triton import launch
 
-CHUNK, SUM = 1024, 128
+CHUNK, SUM = 1024, 256
 """Slots at once, and lengths added at once, where the sums are made too."""
-GIVEN = ((2, 512, 4), (8, 1024, 4), (1 << 62, 512, 2))
-"""Up to so many requests a multiprocessor: slots at once, and warps, where they are given."""
-SUMS = 4096
-"""Lengths that the launch of sums adds at once."""
+GIVEN = ((64, 256, 4), (256, 512, 2), (1024, 1024, 4), (1 << 62, 512, 2))
+"""Up to so many requests: slots at once, and warps, where the sums are given. Swept on an H200."""
+BLOCK = 256
+"""Sums that a program of their own launch makes."""
 
 
 @triton.jit
@@ -83,18 +83,20 @@ def kv_indices_kernel(
 
 
 @launch.jit(do_not_specialize=("lens", "indptr", "bs", "size"))
-def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, SUMS: tl.constexpr):
+def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
-    total = tl.zeros([], tl.int64)
-    for at in range(0, bs, SUMS):
-        j = at + tl.arange(0, SUMS)
-        length = extents(lens, lens, j, bs, False)[1]
-        ending = tl.minimum(total + tl.cumsum(length, 0), size)
-        tl.store(indptr + j + 1, ending.to(indptr.dtype.element_ty), j < bs)
-        total += tl.sum(length, 0)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    j = first + tl.arange(0, BLOCK)
+    length = extents(lens, lens, j, bs, False)[1]
+    lanes = tl.zeros([SUM], tl.int64)
+    for at in range(0, first, SUM):
+        lanes += extents(lens, lens, at + tl.arange(0, SUM), first, False)[1]
+    ending = tl.minimum(tl.sum(lanes, 0) + tl.cumsum(length, 0), size)
+    tl.store(indptr + j + 1, ending.to(indptr.dtype.element_ty), j < bs)
+    if first == 0:
+        tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
 class _Launches(dict[tuple[int, bool, int, int], launch.Launch]):
@@ -110,7 +112,7 @@ class _Launches(dict[tuple[int, bool, int, int], launch.Launch]):
 class _Sums(dict[int, launch.Launch]):
     def __missing__(self, device: int) -> launch.Launch:
         on = pdl(device)
-        self[device] = made = sums_kernel.bind(PDL=on, SUMS=SUMS, num_warps=16, launch_pdl=on)
+        self[device] = made = sums_kernel.bind(PDL=on, BLOCK=BLOCK, SUM=4 * SUM, num_warps=4, launch_pdl=on)
         return made
 
 
@@ -127,12 +129,12 @@ def build_kv_indices(
     device = out.get_device()
     sms = multiprocessors(device)
     if given_indptr is None and bs > 4 * sms:
-        _sums[device].start((1, 1, 1), kv_lens, kv_indptr, bs, size)
+        _sums[device].start(((bs + BLOCK - 1) // BLOCK, 1, 1), kv_lens, kv_indptr, bs, size)
         given_indptr = kv_indptr
     if given_indptr is None:
         given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
     else:
-        chunk, warps = next((c, w) for n, c, w in GIVEN if bs <= n * sms)
+        chunk, warps = next((c, w) for n, c, w in GIVEN if bs <= n)
         given, most = True, 4 * sms
     # Without sums no more parts than run at once: each adds up the lengths anew.
     log = min(-(-size // chunk) or 1, most // (bs or 1) or 1).bit_length() - 1
