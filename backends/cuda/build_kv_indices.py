@@ -18,8 +18,8 @@ from hal.triton import launch
 
 CHUNK, SUM = 1024, 256
 """Slots at once, and lengths added at once, where the sums are made too."""
-GIVEN = ((64, 256, 4), (256, 512, 2), (1024, 1024, 4), (1 << 62, 512, 2))
-"""Up to so many requests: slots at once, and warps, where the sums are given. Swept on an H200."""
+GIVEN = ((1, 256, 4), (4, 512, 2), (16, 1024, 4), (1 << 62, 512, 2))
+"""Up to so many requests for two multiprocessors: slots at once, warps. Where the sums are given; swept on an H200."""
 BLOCK = 256
 """Sums that a program of their own launch makes."""
 
@@ -134,7 +134,7 @@ def build_kv_indices(
     if given_indptr is None:
         given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
     else:
-        chunk, warps = next((c, w) for n, c, w in GIVEN if bs <= n)
+        chunk, warps = next((c, w) for n, c, w in GIVEN if 2 * bs <= n * sms)
         given, most = True, 4 * sms
     # Without sums no more parts than run at once: each adds up the lengths anew.
     log = min(-(-size // chunk) or 1, most // (bs or 1) or 1).bit_length() - 1
