@@ -20,6 +20,8 @@ CHUNK, SUM = 1024, 256
 """Slots at once, and lengths added at once, where the sums are made too."""
 GIVEN = ((1, 256, 4), (4, 512, 2), (16, 1024, 4), (1 << 62, 512, 2))
 """Up to so many requests for two multiprocessors: slots at once, warps. Where the sums are given; swept on an H200."""
+MOST = 16
+"""Requests a multiprocessor whose sums are made along with the lists."""
 BLOCK = 256
 """Sums that a program of their own launch makes."""
 
@@ -128,7 +130,7 @@ def build_kv_indices(
     rows, width = req_to_token.shape
     device = out.get_device()
     sms = multiprocessors(device)
-    if given_indptr is None and bs > 4 * sms:
+    if given_indptr is None and bs > MOST * sms:
         _sums[device].start(((bs + BLOCK - 1) // BLOCK, 1, 1), kv_lens, kv_indptr, bs, size)
         given_indptr = kv_indptr
     if given_indptr is None:

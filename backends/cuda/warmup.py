@@ -144,7 +144,7 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
     sms = multiprocessors(next(a for a in args.values() if isinstance(a, torch.Tensor)).get_device())
     sizes: tuple[int, ...] = (1, 4 * sms + 1)
     if op == "build_kv_indices":
-        sizes = (1, sms, 4 * sms + 1, 8 * sms + 1)  # one of each form, with sums that are given or made
+        sizes = (1, sms, 4 * sms + 1, 8 * sms + 1, 16 * sms + 1)  # one of each form, with sums that are given or made
     lens = (
         "req_pool_indices",
         "start_offsets",
