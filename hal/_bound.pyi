@@ -49,9 +49,11 @@ class Ops:
         req_to_token: Tensor,
         req_pool_indices: Tensor,
         kv_lens: Tensor,
-        kv_indptr: Tensor,
+        kv_indptr: Tensor | None,
         out: Tensor,
         kv_start: Tensor | None = None,
+        *,
+        given_indptr: Tensor | None = None,
     ) -> Tensor: ...
     def build_kv_indices_from_blocks(
         self,

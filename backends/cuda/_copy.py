@@ -6,21 +6,27 @@ A row is one (token, layer, half) or, in page_head, one head of it. Tiles of row
 rows of a tile follow the host side's order, so that what goes over the bus is as consecutive as it can be.
 """
 
+import itertools
+import weakref
+
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal._errors import HalError
+from hal._errors import ArgumentError, HalError
 from hal.backends.cuda._cache import Plans
 from hal.backends.cuda._device import multiprocessors, next_power_of_2, pdl
 from hal.kv.pool import KVPool, Plane
 from hal.triton import launch
+from hal.triton import plans as kinds
 
-TILE_BYTES = 65536
+TILE_BYTES = 32768
 WARPS = 16
 STREAM_PROGRAMS = 8
 """Programs, so multiprocessors at most, that a transfer over the bus occupies."""
+MOST_ROWS = 2**31 - 2**20
+"""Of a launch: what is a tile past it is still an int32."""
 UNIT_INNER, PAIR_INNER, CHUNK_OUTER = 0, 1, 2
 
 
@@ -82,12 +88,27 @@ def upload(slots: Tensor, device: torch.device) -> Tensor:
 
 
 def rows(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range, device: torch.device, count: int
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None, device: torch.device
 ) -> None:
-    """Copy between pools, by `count` programs at most."""
-    plan(src.planes(), dst.planes(), src.page_size, dst.page_size, device).run(
-        src_slots, dst_slots, src.num_slots, dst.num_slots, layers, src.num_layers, count
+    """Copy between pools, of all layers or some."""
+    a, b = src.planes(), dst.planes()
+    found = _plans.get((id(a[0]), id(b[0]), src.page_size, dst.page_size, device))
+    if found is None:
+        _need_pinned(src, dst)
+        found = plan(a, b, src.page_size, dst.page_size, device)
+    first, number = (0, src.num_layers) if layers is None else (layers.start, len(layers))
+    found.run(
+        src_slots, dst_slots, src.num_slots, dst.num_slots, first, number, src.num_layers, programs(src, dst, device)
     )
+
+
+def _need_pinned(src: KVPool, dst: KVPool) -> None:
+    for name, pool in (("src", src), ("dst", dst)):
+        if pool.device.type == "cpu" and not pool.pinned and launch.lane() == "device":
+            raise ArgumentError(
+                "kv_transfer", name, "pinned host memory for method 'kernel' (KVPool.host_like makes it), or method "
+                "'direct' with slots on the CPU", f"{pool}, pageable",
+            )  # fmt: skip
 
 
 class Tables:
@@ -118,29 +139,31 @@ class Plan:
                 "hal: kv_transfer: the first transfer between two pools can't be captured; run it once before, "
                 "or call hal.warmup"
             )
-        self.device = device
+        self.index = (
+            -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+        )
         alike = len(src) == 1 or all(_strides(side[0]) == _strides(side[1]) for side in (src, dst))
         groups = [(src, dst)] if alike else [((a,), (b,)) for a, b in zip(src, dst, strict=True)]
         self.groups = [_Group(a, b, src_page, dst_page, device) for a, b in groups if a[0].row_bytes]
 
     def run(
-        self, src_slots: Tensor, dst_slots: Tensor, src_size: int, dst_size: int, layers: range, num_layers: int,
-        count: int,
+        self, src_slots: Tensor, dst_slots: Tensor, src_size: int, dst_size: int, first: int, number: int,
+        num_layers: int, count: int,
     ) -> None:  # fmt: skip
-        n, first, number = src_slots.numel(), layers.start, len(layers)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """Layers `first` to ``first + number`` of pools of so many slots and layers, by `count` programs at most."""
+        n = src_slots.shape[0]
+        stream = launch._stream(self.index) if self.index >= 0 else 0
+        if stream and torch.cuda.is_current_stream_capturing():  # 0, the default one, never is
             _in_graphs.add(self)
         for g in self.groups:
-            g.tables.use()
-            units = g.halves * number
-            most = (2**31 - 2**20) // (units * g.chunks)
+            if stream != g.tables.stream:
+                g.tables.use()
+            most = MOST_ROWS // (g.halves * number * g.chunks)
             for i in range(0, n, most):
                 a, b = (src_slots, dst_slots) if n <= most else (src_slots[i : i + most], dst_slots[i : i + most])
-                tiles = -(-a.numel() * units * g.chunks // g.rows)
-                g.launch.start(
-                    (tiles if tiles < count else count, 1, 1), a, b, g.src_bases, g.dst_bases, a.numel(), units,
-                    first, number, num_layers, src_size, dst_size, *g.strides,
-                )  # fmt: skip
+                _launches.start(
+                    a, b, g.src_bases, g.dst_bases, g.number, first, number, num_layers, src_size, dst_size, count
+                )
 
 
 class _Group:
@@ -174,6 +197,32 @@ class _Group:
         )  # fmt: skip
         self.tables = Tables(device, *([base for p in side for base in p.bases] for side in (src, dst)))
         self.src_bases, self.dst_bases = self.tables.tensors
+        self.number = next(_numbers)
+        _groups[self.number] = self
+
+
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()
+"""By numbers of their own, never given twice: a kind of call is known by its group's."""
+
+
+@kinds.plans
+def _launches(
+    src_slots: Tensor, dst_slots: Tensor, src_bases: Tensor, dst_bases: Tensor, group: int, first: int, number: int,
+    num_layers: int, src_size: int, dst_size: int, count: int,
+) -> kinds.Plan:  # fmt: skip
+    g = _groups[group]
+    units = g.halves * number
+    args = (
+        "src_slots", "dst_slots", "src_bases", "dst_bases", kinds.length("src_slots"), units, first, number,
+        num_layers, src_size, dst_size, *g.strides,
+    )  # fmt: skip
+    tiles = kinds.length("src_slots", by=units * g.chunks, per=g.rows)
+    few = count * g.rows // (units * g.chunks)
+    return kinds.Plan((
+        kinds.Step(g.launch, tiles, args, (("src_slots", 0, few),)),
+        kinds.Step(g.launch, kinds.Size(count), args, (("src_slots", few, MOST_ROWS),)),
+    ))  # fmt: skip
 
 
 _plans: Plans[Plan] = Plans(256)

@@ -7,6 +7,7 @@ Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead)
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -30,10 +31,16 @@ CHUNK_BYTES = 32 << 20
 """Of one staging buffer. Long enough to hide the engine's start, short enough for the first gather."""
 
 
+RAMP = 8
+"""What part of a buffer the last is that comes in."""
+
+
 @dataclass
 class _Buffers:
     memory: Tensor
     stream: Any
+    places: Tensor
+    """int32, counting from 0: as many as the most tokens that a buffer has held."""
     free: tuple[Any, Any]
     """Set when the buffer's last user has finished."""
     full: tuple[Any, Any]
@@ -57,7 +64,8 @@ def buffers(device: torch.device) -> _Buffers:
                 memory.record_stream(stream)
             else:
                 stream, events = None, [_Now() for _ in range(4)]
-            found = _buffers[key] = _Buffers(memory, stream, (events[0], events[1]), (events[2], events[3]))
+            none = torch.empty(0, dtype=torch.int32, device=device)
+            found = _buffers[key] = _Buffers(memory, stream, none, (events[0], events[1]), (events[2], events[3]))
     return found
 
 
@@ -69,7 +77,7 @@ class _Now:
 
 def staged_bytes() -> int:
     """Device memory that staging holds. For `hal info`."""
-    return sum(b.memory.numel() for b in _buffers.values())
+    return sum(b.memory.nbytes + b.places.nbytes for b in _buffers.values())
 
 
 def _wait(stream: Any, event: Any) -> None:
@@ -127,11 +135,6 @@ def _joined(slots: Tensor, tokens: int) -> Any:
     return first[1:] == first[:-1] + tokens
 
 
-def runs(slots: Tensor, tokens: int) -> Tensor:
-    """``[runs, 2]`` (index of the first, number) of each run of consecutive granules."""
-    return kvplan.grouped(torch.from_numpy(_joined(slots, tokens))) * tokens
-
-
 @dataclass(frozen=True)
 class _Stage:
     """One staging buffer laid out as a piece of a host pool: granules one after the other."""
@@ -163,41 +166,51 @@ def _stage(host: KVPool, b: _Buffers, per_chunk: int) -> tuple[_Stage, _Stage]:
 
 def _pieces(host: KVPool, tokens: int, slots: Tensor, bases: tuple[int, ...], out: bool) -> kvplan.Copies:
     """The copies between staging and the host's runs."""
-    at, count = runs(slots, tokens).unbind(1)
+    breaks = np.flatnonzero(~_joined(slots, tokens)) + 1
+    at = np.concatenate([[0], breaks]) * tokens
+    count = np.diff(at, append=len(slots))
     staged, real, sizes = [], [], []
     for p, base in zip(host.planes(), bases, strict=True):
         per_token = host.num_layers * p.row_bytes
-        real.append(p.bases[0] + slots[at] * per_token)
+        real.append(p.bases[0] + slots.numpy()[at] * per_token)
         staged.append(base + at * per_token)
         sizes.append(count * per_token)
-    here, there, size = (torch.cat(x) for x in (staged, real, sizes))
+    here, there, size = (torch.from_numpy(np.concatenate(x)) for x in (staged, real, sizes))
     return kvplan.Copies(here, there, size) if out else kvplan.Copies(there, here, size)
+
+
+def _parts(n: int, most: int, tokens: int, out: bool) -> list[slice]:
+    """`n` tokens in parts of `most`; to the device the last is small, as nothing is copied while it is scattered."""
+    small = 0 if out else min(n, most // RAMP // tokens * tokens or most)
+    ends = [*range(0, n - small, most), n - small, n] if small else [*range(0, n, most), n]
+    return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
 def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.device) -> None:
     """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
     out = dst.device.type == "cpu"
     host, pool = (dst, src) if out else (src, dst)
-    tokens, layers = granule(host), range(host.num_layers)
-    token_bytes = host.num_layers * sum(p.row_bytes for p in host.planes())
+    tokens, layers = granule(host), host.num_layers
+    token_bytes = layers * sum(p.row_bytes for p in host.planes())
     per_chunk = (CHUNK_BYTES - 512) // token_bytes // tokens * tokens
     b, now = buffers(device), _current(device)
-    engine = b.stream.cuda_stream if b.stream is not None else 0
     host_slots, pool_slots = (d, s) if out else (s, d)
-    uploaded = _copy.upload(
-        torch.stack([torch.arange(len(s), dtype=torch.int64, device="cpu") % per_chunk, pool_slots]), device
-    )
+    uploaded = _copy.upload(pool_slots, device)
+    if b.places.shape[0] < per_chunk:
+        b.places = torch.arange(per_chunk, dtype=torch.int32, device=device)
     grid = 4 * multiprocessors(device.index if device.index is not None else -1)
+    stages = _stage(host, b, per_chunk)
+    engine = b.stream.cuda_stream if b.stream is not None else 0
     if b.stream is not None:
         b.stream.wait_stream(now)
-    for i, begin in enumerate(range(0, len(s), per_chunk)):
-        part = slice(begin, begin + per_chunk)
-        buffer, stage = i % 2, _stage(host, b, per_chunk)[i % 2]
-        here, there = uploaded[0, part], uploaded[1, part]
+    for i, part in enumerate(_parts(len(s), per_chunk, tokens, out)):
+        buffer = i % 2
+        stage = stages[buffer]
+        here, there = b.places[: part.stop - part.start], uploaded[part]
         if out:
             _wait(now, b.free[buffer])
             _copy.plan(pool.planes(), stage.planes, pool.page_size, host.page_size, device).run(
-                there, here, pool.num_slots, per_chunk, layers, len(layers), grid
+                there, here, pool.num_slots, per_chunk, 0, layers, layers, grid
             )
             b.full[buffer].record(now)
             _wait(b.stream, b.full[buffer])
@@ -209,7 +222,7 @@ def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.devic
             b.full[buffer].record(b.stream)
             _wait(now, b.full[buffer])
             _copy.plan(stage.planes, pool.planes(), host.page_size, pool.page_size, device).run(
-                here, there, per_chunk, pool.num_slots, layers, len(layers), grid
+                here, there, per_chunk, pool.num_slots, 0, layers, layers, grid
             )
             b.free[buffer].record(now)
     if b.stream is not None:

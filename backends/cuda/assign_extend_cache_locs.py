@@ -30,15 +30,21 @@ TILE = 16
 SPAN = 128
 CHUNK = 1024
 """Tokens of a longer request that are copied at once."""
-SUM = 1024
-"""Lengths added at once."""
+SUMS = {2048: (1024, 4), 1 << 62: (2048, 8)}
+"""Beyond them, up to so many requests: lengths added at once, and warps."""
+
+
+@triton.jit
+def _slots(table, row, known, start, t, wanted, width):
+    """table row[start + t], -1 outside the table; where wanted."""
+    column = start + t
+    return tl.load(table + row + column, wanted & known & (column >= 0) & (column < width), other=-1)
 
 
 @triton.jit
 def _copy(table, row, known, start, t, wanted, out, to, width):
-    """out[to + t] = table row[start + t], -1 outside the table; where wanted."""
-    column = start + t
-    slot = tl.load(table + row + column, wanted & known & (column >= 0) & (column < width), other=-1)
+    """out[to + t] = table row[start + t]; where wanted."""
+    slot = _slots(table, row, known, start, t, wanted, width)
     tl.store(out + to + t, slot.to(out.dtype.element_ty), wanted)
 
 
@@ -47,6 +53,15 @@ def _starts(starts, j, bs, size, width):
     """Clamped to where adding a token's number can't wrap; what was outside the table stays outside."""
     start = tl.load(starts + j, j < bs, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(start, -size), width)
+
+
+@triton.jit
+def _group(requests, starts, ends, j, bs, rows, stride, size, width):
+    """(lengths, where in the table, whether there, starts) of a group's requests."""
+    length = clamped(starts, ends, j, bs, size)
+    request = tl.load(requests + j, j < bs, other=-1).to(tl.int64)
+    known = (request >= 0) & (request < rows)
+    return length, tl.where(known, request, 0) * stride, known, _starts(starts, j, bs, size, width)
 
 
 @launch.jit(
@@ -65,11 +80,15 @@ def assign_few_kernel(
     length = clamped(starts, ends, which, bs, size)
     start = _starts(starts, which, bs, size, width)
     request = tl.load(requests + which, which < bs, other=-1).to(tl.int64)
-    j = tl.arange(0, FEW)
-    before = tl.sum(clamped(starts, ends, j, tl.minimum(bs, which), size), 0)
     known = (request >= 0) & (request < rows)
     row = tl.where(known, request, 0) * stride
-    for first in range((part * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
+    # Asked for before the sum: the table's memory has the longest way.
+    mine = part * PART + tl.arange(0, PART)
+    slot = _slots(table, row, known, start, mine, mine < length, width)
+    j = tl.arange(0, FEW)
+    before = tl.sum(clamped(starts, ends, j, tl.minimum(bs, which), size), 0)
+    tl.store(out + before + mine, slot.to(out.dtype.element_ty), (mine < length) & (before + mine < size))
+    for first in range(((part + parts) * PART).to(tl.int64), tl.minimum(length, size - before), parts * PART):
         t = first + tl.arange(0, PART)
         _copy(table, row, known, start, t, (t < length) & (before + t < size), out, before, width)
     if which >= bs - 1:
@@ -78,14 +97,42 @@ def assign_few_kernel(
             tl.store(out + o, tl.full([PART], -1, out.dtype.element_ty), o < size)
 
 
+@triton.jit
+def _place(
+    table, row, known, start, length, slot, out, begin, part, parts, size, width,
+    GROUP: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A group's slots from `begin` on: of each request the first TILE, which are loaded, and the others."""
+    most = tl.max(length, 0)
+    if part == 0:
+        t = tl.arange(0, TILE)[None, :]
+        fits = tl.minimum(length, size - begin)[:, None]
+        tl.store(out + begin[:, None] + t, slot.to(out.dtype.element_ty), t < fits)
+        for first in range(TILE, tl.minimum(most, SPAN).to(tl.int32), TILE):
+            u = first + t
+            _copy(table, row[:, None], known[:, None], start[:, None], u, u < fits, out, begin[:, None], width)
+    if most > SPAN:
+        for i in range(GROUP):
+            here = tl.arange(0, GROUP) == i
+            length_i = tl.sum(tl.where(here, length, 0), 0)
+            begin_i = tl.sum(tl.where(here, begin, 0), 0)
+            start_i = tl.sum(tl.where(here, start, 0), 0)
+            row_i = tl.sum(tl.where(here, row, 0), 0)
+            known_i = tl.sum((here & known).to(tl.int32), 0) > 0
+            length_i = tl.minimum(length_i, size - begin_i)
+            for first in range((SPAN + part * CHUNK).to(tl.int64), length_i, parts * CHUNK):
+                v = first + tl.arange(0, CHUNK)
+                _copy(table, row_i, known_i, start_i, v, v < length_i, out, begin_i, width)
+
+
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts",
+        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts", "each",
     )
 )  # fmt: skip
 def assign_many_kernel(
     table, requests, starts, ends, out,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32, each: tl.int32,
     PDL: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
@@ -93,52 +140,38 @@ def assign_many_kernel(
         gdc_launch_dependents()
         gdc_wait()
     part = tl.program_id(0) % parts
-    programs = tl.num_programs(0) // parts
-    groups = tl.cdiv(bs, GROUP)
-    per_program = tl.cdiv(groups, programs)
-    group = tl.program_id(0) // parts * per_program
-    last = tl.minimum(group + per_program, groups)
+    first_one = (tl.program_id(0) // parts).to(tl.int64) * each * GROUP
+    stop = tl.minimum(bs, first_one + each * GROUP)
     r = tl.arange(0, GROUP)
-    work = (part == 0) | (last == groups)
+    work = ((part == 0) | (stop == bs)) & (first_one < bs)
     if work == 0:
         longest = tl.zeros([GROUP], tl.int64)
-        for g in range(group, last):
-            longest = tl.maximum(longest, clamped(starts, ends, g * GROUP + r, bs, size))
+        for at in range(first_one, stop, GROUP):
+            longest = tl.maximum(longest, clamped(starts, ends, at + r, bs, size))
         work = tl.max(longest, 0) > SPAN
     if work:
-        lengths = tl.zeros([SUM], tl.int64)
-        for j in range(0, group * GROUP, SUM):
-            lengths += clamped(starts, ends, j + tl.arange(0, SUM), group * GROUP, size)
-        before = tl.minimum(tl.sum(lengths, 0), size)
-        while group < last:
-            mine = group * GROUP + r
-            length = clamped(starts, ends, mine, bs, size)
-            request = tl.load(requests + mine, mine < bs, other=-1).to(tl.int64)
-            start = _starts(starts, mine, bs, size, width)
+        t = tl.arange(0, TILE)[None, :]
+        # Asked for before the sum, and the slots before its last step: the table's memory has the longest way.
+        length, row, known, start = _group(requests, starts, ends, first_one + r, bs, rows, stride, size, width)
+        lanes = tl.zeros([SUM], tl.int64)
+        for j in range(0, first_one, SUM):
+            lanes += clamped(starts, ends, j + tl.arange(0, SUM), first_one, size)
+        wanted = (part == 0) & (t < length[:, None])
+        slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
+        before = tl.minimum(tl.sum(lanes, 0), size)
+        begin = before + tl.cumsum(length, 0) - length
+        _place(table, row, known, start, length, slot, out, begin, part, parts, size, width, GROUP, TILE, SPAN, CHUNK)
+        before = tl.minimum(before + tl.sum(length, 0), size)
+        for at in range(first_one + GROUP, stop, GROUP):
+            length, row, known, start = _group(requests, starts, ends, at + r, bs, rows, stride, size, width)
+            wanted = (part == 0) & (t < length[:, None])
+            slot = _slots(table, row[:, None], known[:, None], start[:, None], t, wanted, width)
             begin = before + tl.cumsum(length, 0) - length
-            known = (request >= 0) & (request < rows)
-            row = tl.where(known, request, 0) * stride
-            most = tl.max(length, 0)
-            if part == 0:
-                for first in range(0, tl.minimum(most, SPAN).to(tl.int32), TILE):
-                    t = first + tl.arange(0, TILE)[None, :]
-                    wanted = (t < length[:, None]) & (t < (size - begin)[:, None])
-                    _copy(table, row[:, None], known[:, None], start[:, None], t, wanted, out, begin[:, None], width)
-            if most > SPAN:
-                for i in range(GROUP):
-                    here = r == i
-                    length_i = tl.sum(tl.where(here, length, 0), 0)
-                    begin_i = tl.sum(tl.where(here, begin, 0), 0)
-                    start_i = tl.sum(tl.where(here, start, 0), 0)
-                    row_i = tl.sum(tl.where(here, row, 0), 0)
-                    known_i = tl.sum((here & known).to(tl.int32), 0) > 0
-                    length_i = tl.minimum(length_i, size - begin_i)
-                    for first in range((SPAN + part * CHUNK).to(tl.int64), length_i, parts * CHUNK):
-                        u = first + tl.arange(0, CHUNK)
-                        _copy(table, row_i, known_i, start_i, u, u < length_i, out, begin_i, width)
+            _place(
+                table, row, known, start, length, slot, out, begin, part, parts, size, width, GROUP, TILE, SPAN, CHUNK
+            )
             before = tl.minimum(before + tl.sum(length, 0), size)
-            group += 1
-        if last == groups:
+        if stop == bs:
             for first in range(before + part * CHUNK, size, parts * CHUNK):
                 o = first + tl.arange(0, CHUNK)
                 tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
@@ -147,16 +180,19 @@ def assign_many_kernel(
 _Few = dict[int, tuple[launch.Launch, int]]
 
 
-class _Launches(dict[int, tuple[_Few, launch.Launch, int]]):
-    def __missing__(self, device: int) -> tuple[_Few, launch.Launch, int]:
+class _Launches(dict[int, tuple[_Few, dict[int, launch.Launch], int]]):
+    def __missing__(self, device: int) -> tuple[_Few, dict[int, launch.Launch], int]:
         on = pdl(device)
         few = {
             n: (assign_few_kernel.bind(PDL=on, FEW=n, PART=part, num_warps=warps, launch_pdl=on), part)
             for n, (part, warps) in FEW.items()
         }
-        many = assign_many_kernel.bind(
-            PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=SUM, num_warps=4, launch_pdl=on
-        )
+        many = {
+            n: assign_many_kernel.bind(
+                PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=sum_, num_warps=warps, launch_pdl=on
+            )
+            for n, (sum_, warps) in SUMS.items()
+        }
         self[device] = few, many, 2 * multiprocessors(device)
         return self[device]
 
@@ -172,29 +208,30 @@ def assign_extend_cache_locs(
         return out
     few, many, programs = _launches[out.get_device()]
     rows, width = req_to_token.shape
+    tensors = req_to_token, req_pool_indices, start_offsets, end_offsets, out
     if bs <= MOST:
         run, part = few[256 if bs <= 256 else MOST]
         groups = bs or 1
         parts = min((size + part - 1) // part, programs // groups or 1)
+        run.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts)
     else:
-        run, groups = many, min((bs + GROUP - 1) // GROUP, programs)
+        groups = (bs + GROUP - 1) // GROUP
+        each = (groups + programs - 1) // programs
+        groups = (groups + each - 1) // each
         parts = min(programs // groups or 1, 8)
-    run.start(
-        (groups * parts, 1, 1),
-        req_to_token, req_pool_indices, start_offsets, end_offsets, out, bs, rows, width, req_to_token.stride(0),
-        size, parts,
-    )  # fmt: skip
+        run = next(many[n] for n in SUMS if bs <= n)
+        run.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts, each)
     return out
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:
-    """All three: for few requests, for some more, and for many."""
+    """All of them: for few requests, for some more, and for many."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     given = args or {
         "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
         "end_offsets": zero, "out": zero,
     }  # fmt: skip
-    for bs in (1, *(few + 1 for few in FEW)):
+    for bs in (1, *(few + 1 for few in FEW), min(SUMS) + 1):
         requests, starts, ends = (
             torch.zeros(bs, dtype=given[n].dtype, device=device)
             for n in ("req_pool_indices", "start_offsets", "end_offsets")

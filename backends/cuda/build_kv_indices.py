@@ -1,7 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
-"""build_kv_indices: ``req_to_token[r_i, start_i : start_i + len_i]`` packed into `out`, its sums into `kv_indptr`.
+"""build_kv_indices: ``req_to_token[r_i, start_i : start_i + len_i]`` packed into `out`, its sums into `kv_indptr`; or,
+where those are GIVEN, each list to where they say.
 
-The requests are shared out as `_spans` says. A start is compared with the table before it is added to.
+A program has a request, or every 2^log-th chunk of one. Of few requests it adds up the lengths before its own; of
+many, a launch makes all sums, and another reads them. A start is compared with the table before it is added to. The
+first slots are asked for before it is known where they go: the table's memory has the longest way.
 """
 
 import triton
@@ -9,77 +12,136 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, lengths_and_starts, turns
+from hal.backends.cuda._device import multiprocessors, pdl
+from hal.backends.cuda._spans import extents, turns
 from hal.triton import launch
 
-TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
+CHUNK, SUM = 1024, 256
+"""Slots at once, and lengths added at once, where the sums are made too."""
+GIVEN = ((1, 256, 4), (4, 512, 2), (16, 1024, 4), (1 << 62, 512, 2))
+"""Up to so many requests for two multiprocessors: slots at once, warps. Where the sums are given; swept on an H200."""
+MOST = 16
+"""Requests a multiprocessor whose sums are made along with the lists."""
+BLOCK = 256
+"""Sums that a program of their own launch makes."""
 
 
 @triton.jit
-def _own(requests, lens, starts, group, bs, GROUP: tl.constexpr):
-    """(lengths, rows of the table, starts) of a group's requests."""
-    j = group + tl.arange(0, GROUP)
-    length, start = lengths_and_starts(lens, starts, group, bs, GROUP)
-    return length, tl.load(requests + j, j < bs, other=-1).to(tl.int64), start
+def _slots(row, known, start, length, t, width):
+    """A request's slots at `t`, -1 outside the table."""
+    there = (t < length) & known & (start >= -t) & (start < width - t)
+    return tl.load(row + tl.where(there, start + t, 0), there, other=-1)
+
+
+@triton.jit
+def _reach(indptr, j, bs, size):
+    """``indptr[j]``, which may be any number, pulled to where nothing that is added to it wraps: no list that begins
+    further below reaches 0."""
+    return tl.minimum(tl.maximum(tl.load(indptr + j, j <= bs, other=0).to(tl.int64), -2147483648), size)
 
 
 @launch.jit(
     do_not_specialize=(
-        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "each",
-        "log",
+        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "log",
     )
 )  # fmt: skip
 def kv_indices_kernel(
     table, requests, lens, indptr, out, starts,
-    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
-    PDL: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, log: tl.int32,
+    GIVEN: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first = (tl.program_id(0) >> log).to(tl.int64) * each * GROUP
+    i = (tl.program_id(0) >> log).to(tl.int64)
     part = (tl.program_id(0) & ((1 << log) - 1)).to(tl.int64)
-    # Asked for before the sums: the table's address has the longest way.
-    length, request, start = _own(requests, lens, starts, first, bs, GROUP)
-    lanes = tl.zeros([TILE], tl.int64)
-    for at in range(0, first, TILE):
-        _, before = extents(lens, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), False)
-        lanes += before
-    total = tl.sum(lanes, 0)
-    for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
-        if GROUP > 1:
-            length, request, start = _own(requests, lens, starts, group, bs, GROUP)
-        ending = total + tl.cumsum(length, 0)
+    request = tl.load(requests + i, i < bs, other=-1).to(tl.int64)
+    length = extents(lens, lens, i, bs, False)[1]
+    start = tl.zeros([], tl.int64)
+    if starts is not None:
+        start = tl.load(starts + i, i < bs, other=0).to(tl.int64)
+    if GIVEN:
+        to = _reach(indptr, i, bs, size)
+        fits = tl.minimum(length, _reach(indptr, i + 1, bs, size) - to)
+    known = (request >= 0) & (request < rows)
+    row = table + tl.where(known, request, 0) * stride
+    t = part * CHUNK + tl.arange(0, CHUNK)
+    slot = _slots(row, known, start, length, t, width)
+    if not GIVEN:
+        lanes = tl.zeros([SUM], tl.int64)
+        for at in range(0, tl.minimum(i, bs), SUM):
+            lanes += extents(lens, lens, at + tl.arange(0, SUM), tl.minimum(i, bs), False)[1]
+        to = tl.sum(lanes, 0)
+        fits = tl.minimum(length, size - to)
         if part == 0:
-            j = group + tl.arange(0, GROUP)
-            tl.store(indptr + j + 1, tl.minimum(ending, size).to(indptr.dtype.element_ty), j < bs)
-        known = (request >= 0) & (request < rows)
-        row = (table + tl.where(known, request, 0) * stride)[:, None]
-        to = (ending - length)[:, None]
-        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
-            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
-            mine = (t < length[:, None]) & (t < size - to)
-            there = mine & known[:, None] & (start[:, None] >= -t) & (start[:, None] < width - t)
-            slot = tl.load(row + tl.where(there, start[:, None] + t, 0), there, other=-1)
-            tl.store(out + to + t, slot.to(out.dtype.element_ty), mine)
-        total += tl.sum(length, 0)
-    if tl.program_id(0) == 0:
+            tl.store(indptr + i + 1, tl.minimum(to + length, size).to(indptr.dtype.element_ty), i < bs)
+            if i == 0:
+                tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+    tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
+    for turn in range(1, turns(fits, part, log, CHUNK)):
+        t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)
+        slot = _slots(row, known, start, fits, t, width)
+        tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
+
+
+@launch.jit(do_not_specialize=("lens", "indptr", "bs", "size"))
+def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    j = first + tl.arange(0, BLOCK)
+    length = extents(lens, lens, j, bs, False)[1]
+    lanes = tl.zeros([SUM], tl.int64)
+    for at in range(0, first, SUM):
+        lanes += extents(lens, lens, at + tl.arange(0, SUM), first, False)[1]
+    ending = tl.minimum(tl.sum(lanes, 0) + tl.cumsum(length, 0), size)
+    tl.store(indptr + j + 1, ending.to(indptr.dtype.element_ty), j < bs)
+    if first == 0:
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
-_launches = Launches(kv_indices_kernel, TILES)
+class _Launches(dict[tuple[int, bool, int, int], launch.Launch]):
+    def __missing__(self, key: tuple[int, bool, int, int]) -> launch.Launch:
+        device, given, chunk, warps = key
+        on = pdl(device)
+        self[key] = made = kv_indices_kernel.bind(
+            GIVEN=given, PDL=on, CHUNK=chunk, SUM=SUM, num_warps=warps, launch_pdl=on
+        )
+        return made
+
+
+class _Sums(dict[int, launch.Launch]):
+    def __missing__(self, device: int) -> launch.Launch:
+        on = pdl(device)
+        self[device] = made = sums_kernel.bind(PDL=on, BLOCK=BLOCK, SUM=4 * SUM, num_warps=4, launch_pdl=on)
+        return made
+
+
+_launches: _Launches = launch.keeps(_Launches())
+_sums: _Sums = launch.keeps(_Sums())
 
 
 def build_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor,
-    kv_start: Tensor | None = None,
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
+    kv_start: Tensor | None = None, *, given_indptr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     bs, size = kv_lens.numel(), out.numel()
     rows, width = req_to_token.shape
     device = out.get_device()
-    programs, group, each, log = grid(bs, size, device, TILES)
-    _launches[device, group].start(
-        programs, req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start,
-        bs, rows, width, req_to_token.stride(0), size, each, log,
+    sms = multiprocessors(device)
+    if given_indptr is None and bs > MOST * sms:
+        _sums[device].start(((bs + BLOCK - 1) // BLOCK, 1, 1), kv_lens, kv_indptr, bs, size)
+        given_indptr = kv_indptr
+    if given_indptr is None:
+        given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
+    else:
+        chunk, warps = next((c, w) for n, c, w in GIVEN if 2 * bs <= n * sms)
+        given, most = True, 4 * sms
+    # Without sums no more parts than run at once: each adds up the lengths anew.
+    log = min(-(-size // chunk) or 1, most // (bs or 1) or 1).bit_length() - 1
+    _launches[device, given, chunk, warps].start(
+        ((bs or 1) << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
+        bs, rows, width, req_to_token.stride(0), size, log,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal._errors import ArgumentError, HalError
+from hal._errors import HalError
 from hal.backends.cuda import _copy, _engine, _staging
 from hal.kv import plan as kvplan
 from hal.kv.pool import KVPool
@@ -27,20 +27,24 @@ def kv_transfer(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *,
     layers: range | None = None, method: str = "auto",
 ) -> None:  # fmt: skip
-    todo = range(src.num_layers) if layers is None else layers
-    if not (len(todo) and src_slots.numel() and src.num_slots and dst.num_slots):
+    if not (src_slots.shape[0] and src.num_slots and dst.num_slots and (layers is None or len(layers))):
         return
     if lane() == "device" and src.device.type == dst.device.type == "cpu":
         reference(src, dst, src_slots, dst_slots, layers=layers)
         return
     device = src.device if src.device.type == "cuda" else dst.device
+    if (
+        src_slots.is_cuda and method != "direct"
+    ):  # in a serving loop's way: nothing before the launch that can be spared
+        _copy.rows(src, dst, src_slots, dst_slots, layers, device)
+        return
+    todo = range(src.num_layers) if layers is None else layers
     if src_slots.device.type == "cpu" and lane() == "device":
         _from_host(src, dst, src_slots, dst_slots, todo, method, device)
     elif method == "direct":
         _direct(src, dst, src_slots, dst_slots, todo, device)
     else:
-        _need_pinned(src, dst)
-        _copy.rows(src, dst, src_slots, dst_slots, todo, device, _copy.programs(src, dst, device))
+        _copy.rows(src, dst, src_slots, dst_slots, layers, device)
 
 
 def _from_host(
@@ -54,13 +58,12 @@ def _from_host(
     if method == "direct":
         _direct(src, dst, src_slots, dst_slots, todo, device)
         return
-    _need_pinned(src, dst)
     a, b = _copy.upload(torch.stack([src_slots.to(torch.int64), dst_slots.to(torch.int64)]), device)
-    _copy.rows(src, dst, a, b, todo, device, _copy.programs(src, dst, device))
+    _copy.rows(src, dst, a, b, todo, device)
 
 
 def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
-    s, d = kvplan.pairs(src, dst, src_slots, dst_slots)
+    s, d = _pairs(src, dst, src_slots, dst_slots)
     if not len(s):
         return
     host, slots = (dst, d) if dst.device.type == "cpu" else (src, s)
@@ -71,13 +74,14 @@ def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo
         _engine.copy(kvplan.copies(src, dst, s, d, todo), stream)
 
 
-def _need_pinned(src: KVPool, dst: KVPool) -> None:
-    for name, pool in (("src", src), ("dst", dst)):
-        if pool.device.type == "cpu" and not pool.pinned and lane() == "device":
-            raise ArgumentError(
-                "kv_transfer", name, "pinned host memory for method 'kernel' (KVPool.host_like makes it), or method "
-                "'direct' with slots on the CPU", f"{pool}, pageable",
-            )  # fmt: skip
+def _pairs(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """`hal.kv.plan.pairs`, sooner where all are in range: the bus waits for this."""
+    if all(
+        t.dtype is torch.int64 and int(t.numpy().min()) >= 0 and int(t.numpy().max()) < pool.num_slots
+        for t, pool in ((src_slots, src), (dst_slots, dst))
+    ):
+        return src_slots, dst_slots
+    return kvplan.pairs(src, dst, src_slots, dst_slots)
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -47,12 +47,13 @@ def kv_write_kernel(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token, token < n, other=-1).to(tl.int64)
+    # Rows are read whether or not they are written: they need not wait for the slot.
+    i = tl.arange(0, next_power_of_2(DIM))[None, :]
+    x = tl.load(k + token * k_token + head * k_head + i, (token < n) & (i < DIM), other=0.0)
+    j = tl.arange(0, next_power_of_2(V_DIM))[None, :]
+    y = tl.load(v + token * v_token + head * v_head + j, (token < n) & (j < V_DIM), other=0.0)
     written = (slot >= 0) & (slot < num_slots)
     slot = tl.where(written, slot, 0)
-    i = tl.arange(0, next_power_of_2(DIM))[None, :]
-    x = tl.load(k + token * k_token + head * k_head + i, written & (i < DIM), other=0.0)
-    j = tl.arange(0, next_power_of_2(V_DIM))[None, :]
-    y = tl.load(v + token * v_token + head * v_head + j, written & (j < V_DIM), other=0.0)
     to_k = k_cache + K_AT + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
     to_v = v_cache + slot // PAGE * vc_page + slot % PAGE * vc_token + head * vc_head + j
     _store(to_k, x, written & (i < DIM), k_scale, K_KIND, K_FP8)

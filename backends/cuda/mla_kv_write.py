@@ -14,8 +14,8 @@ from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton.plans import Plan, Step, length, plans
 
-ROWS = 2
-"""Of 1 to 32 rows a program and 1 to 8 warps the best from 16 tokens on; kv_write's 8 and 4 took 12 % longer."""
+TILES = ((512, 1, 2), (1 << 62, 4, 4))
+"""Up to so many tokens: rows of a program, and warps. Of 1 to 16 rows and 1 to 8 warps the best there."""
 
 
 @plans
@@ -25,15 +25,19 @@ def _plans(kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, kv_
     unit = copy_unit(strides)
     on, lora = pdl(kv_lora.get_device()), kv_lora.shape[-1]
     fp8, kind = kv_cache.dtype in FP8, scale_kind(kv_scale)
-    run = kv_write_kernel.bind(
-        HEADS=1, DIM=k_rope.shape[-1], V_DIM=lora, PAGE=page, K_AT=lora, UNIT=unit, K_FP8=fp8, V_FP8=fp8, K_KIND=kind,
-        V_KIND=kind, ROWS=ROWS, PDL=on, num_warps=2, launch_pdl=on,
-    )  # fmt: skip
     args = (
         "k_rope", "kv_lora", "kv_cache", "kv_cache", "slots", "kv_scale", "kv_scale", *(s // unit for s in strides),
         length("kv_cache", by=page_size(kv_cache, row_dims=1)), length("kv_lora"),
     )  # fmt: skip
-    return Plan((Step(run, length("kv_lora", per=ROWS), args),))
+    steps, fewest = [], 0
+    for most, rows, warps in TILES:
+        run = kv_write_kernel.bind(
+            HEADS=1, DIM=k_rope.shape[-1], V_DIM=lora, PAGE=page, K_AT=lora, UNIT=unit, K_FP8=fp8, V_FP8=fp8,
+            K_KIND=kind, V_KIND=kind, ROWS=rows, PDL=on, num_warps=warps, launch_pdl=on,
+        )  # fmt: skip
+        steps.append(Step(run, length("kv_lora", per=rows), args, (("kv_lora", fewest, most),)))
+        fewest = most
+    return Plan(tuple(steps))
 
 
 @_plans.launcher

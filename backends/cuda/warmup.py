@@ -141,8 +141,10 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
     if new:
         return [{**args, **new}]
     # For few requests, and for many.
-    index = next(a for a in args.values() if isinstance(a, torch.Tensor)).get_device()
-    sizes = (1, 4 * multiprocessors(index) + 1)
+    sms = multiprocessors(next(a for a in args.values() if isinstance(a, torch.Tensor)).get_device())
+    sizes: tuple[int, ...] = (1, 4 * sms + 1)
+    if op == "build_kv_indices":
+        sizes = (1, sms, 4 * sms + 1, 8 * sms + 1, 16 * sms + 1)  # one of each form, with sums that are given or made
     lens = (
         "req_pool_indices",
         "start_offsets",
@@ -158,7 +160,7 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
             **args,
             **({"block_table": args["block_table"].new_zeros(bs, 1)} if "block_table" in given else {}),
             **all_of(0, bs, *lens),
-            **all_of(0, bs + 1, "indptr", "kv_indptr"),
+            **all_of(0, bs + 1, "indptr", "kv_indptr", "given_indptr"),
             **all_of(0, bs if op == "alloc_decode" else 1, "out", "src"),
         }
         for bs in sizes

@@ -33,6 +33,7 @@ PEERS: dict[str, set[str]] = {
     **KV,
     **{op: set() for op in ("get_last_loc", "assign_extend_cache_locs", *bookkeeping.AROUND_A_BATCH)},
     "build_page_table": {"torch"},
+    "build_kv_indices": {"hal, kv_indptr given"},
     "build_kv_indices_from_blocks": {"cumsum and a program a request", "torch"},
     "decode_attention": {"sdpa contiguous"},
     "mla_decode_attention": set(),

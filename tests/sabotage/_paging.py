@@ -76,6 +76,30 @@ def a_start_before_the_row_reads_from_its_first_token(a: Arguments) -> None:
     a["kv_start"] = None if a["kv_start"] is None else a["kv_start"].clamp(min=0)
 
 
+@changing(INDICES, r"out\[\d+\]: ")
+def sums_that_are_given_are_made_anew(a: Arguments) -> None:
+    if a["given_indptr"] is not None:
+        a["kv_indptr"], a["given_indptr"] = torch.empty_like(a["given_indptr"]), None
+
+
+@changing(INDICES, r"out\[\d+\]: ")
+def a_list_that_begins_before_the_buffer_begins_with_it(a: Arguments) -> None:
+    if a["given_indptr"] is not None:
+        a["given_indptr"] = a["given_indptr"].clamp(min=0)
+
+
+@calling(INDICES, r"out\[\d+\]: ")
+def a_list_runs_on_into_the_next(good: Any, **a: Any) -> Any:
+    given, out = a["given_indptr"], a["out"]
+    if given is None:
+        return good(**a)
+    for i in reversed(range(given.shape[0] - 1)):
+        one = {n: a[n][i : i + 1] for n in ("req_pool_indices", "kv_lens", "kv_start") if a[n] is not None}
+        end = torch.full_like(given[:1], out.shape[0])
+        good(**{**a, **one, "given_indptr": torch.cat([given[i : i + 1], end])})
+    return out
+
+
 @spoiling(TABLE, r"out\[\d+, ?\d+\]: expected -1, got 0")
 def pages_past_the_last_are_zero(a: Arguments, found: Any) -> None:
     a["out"].clamp_(min=0)

@@ -194,7 +194,9 @@ def torch_page_table(table: Tensor, requests: Tensor, keys: Tensor, page: int, o
 def _around_a_batch(op: str, bs: int) -> Row:
     table = inputs.req_to_token()
     sets = [_batch(op, bs, table) for _ in range(4)]
-    theirs = {name: positional(fn) for name, fn in _peers(op, bs, table.shape[1]).items()}
+    theirs: dict[str, Build] = {name: positional(fn) for name, fn in _peers(op, bs, table.shape[1]).items()}
+    if op == "build_kv_indices":
+        theirs["hal, kv_indptr given"] = lambda a: ours(op)({**a, "kv_indptr": None, "given_indptr": a["kv_indptr"]})
     return op_row(
         {"op": op, "bs": bs}, sets, {OURS: ours(op), **theirs}, outputs=() if op == "write_req_to_token" else ("out",),
         per_graph=48 if bs <= 256 else 24, host=200,
@@ -204,8 +206,8 @@ def _around_a_batch(op: str, bs: int) -> Row:
 def around_a_batch(op: str, quick: bool = False) -> list[Row]:
     """Rows: bs.
 
-    SGLang's create_flashinfer_kv_indices is given kv_indptr, which our build_kv_indices makes: ``with cumsum`` is what
-    it takes with torch's sum before it, as SGLang does.
+    SGLang's create_flashinfer_kv_indices is given kv_indptr, which our build_kv_indices makes unless given it too:
+    ``with cumsum`` is what SGLang's takes with torch's sum before it, as SGLang does.
     """
     return table_of(partial(_around_a_batch, op=op, bs=bs) for bs in _sizes(quick))
 

@@ -21,11 +21,33 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     rows = table.shape[0]
     lens = [extent(0, n)[1] for n in a["kv_lens"].tolist()]
     starts = [0] * len(lens) if a["kv_start"] is None else a["kv_start"].tolist()
+    if a["given_indptr"] is not None:
+        return placed(a, lens, starts)
     values: list[int] = []
     for r, start, n in zip(a["req_pool_indices"].tolist(), starts, lens, strict=True):
         stop = start + min(n, capacity - len(values))
         values += columns(table[r] if 0 <= r < rows else None, start, stop)
     return listing(values, lens, a)
+
+
+def placed(a: Mapping[str, Any], lens: list[int], starts: list[int]) -> dict[str, Want]:
+    """Each list where ``given_indptr`` says; of an element that several claim, any."""
+    table, out, indptr = a["req_to_token"], a["out"], a["given_indptr"].tolist()
+    rows, capacity = table.shape[0], out.shape[0]
+    claims: list[list[int]] = [[] for _ in range(capacity)]
+    for i, (r, n) in enumerate(zip(a["req_pool_indices"].tolist(), lens, strict=True)):
+        begin = indptr[i]
+        low, high = max(begin, 0), min(begin + n, indptr[i + 1], capacity)
+        if low < high:
+            found = columns(table[r] if 0 <= r < rows else None, starts[i] + low - begin, starts[i] + high - begin)
+            for o, value in zip(range(low, high), found, strict=True):
+                claims[o].append(value)
+    named = _host.tensor([bool(c) for c in claims], dtype=torch.bool)
+    values = [out.clone() for _ in range(max(map(len, claims), default=0))]
+    for k, value in enumerate(values):
+        value[named] = _host.tensor([c[min(k, len(c) - 1)] for c in claims if c], dtype=out.dtype)
+    listed = Want(named, tuple(map(Candidate, values)))
+    return {"out": listed, "return": listed}
 
 
 def listing(values: list[int], lens: list[int], a: Mapping[str, Any]) -> dict[str, Want]:
@@ -58,22 +80,42 @@ def make(
     view: str = "plain",
     values: str = "valid",
     skew: bool = False,
+    given: str | None = None,
 ) -> dict[str, Any]:
-    """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start."""
+    """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start.
+    `given`: how given_indptr is, of dtype `indptr`: see `_given`."""
     g = generator(seed)
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
     begin, length = spans(g, bs, width, longest, skew)
     kv_lens = odd_indices(length, width + 1, values, INDEX_DTYPES[lens])
     total = sum(min(extent(0, n)[1], width + 1) for n in kv_lens.tolist())
     room = (max(0, total + slack),)
+    sums = randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr])
     return {
         "req_to_token": row_view(table, view),
         "req_pool_indices": odd_indices(randint(g, 0, requests, (bs,)), requests, values, INDEX_DTYPES[index], by=2),
         "kv_lens": kv_lens,
-        "kv_indptr": randint(g, 0, 2**31 - 1, (bs + 1,)).to(INDEX_DTYPES[indptr]),
+        "kv_indptr": sums if given is None else None,
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
         "kv_start": None if start is None else odd_indices(begin, width, values, INDEX_DTYPES[start], by=1),
+        "given_indptr": None if given is None else _given(given, kv_lens.tolist(), INDEX_DTYPES[indptr]),
     }
+
+
+def _given(kind: str, lens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """``sums`` of the lengths; ``apart``, 3 more each; ``tight``, 2 fewer; ``early``, the sums before `out` begins;
+    ``falling``, from the last to the first; ``extreme``, ascending from the smallest number to the largest."""
+    more = {"apart": 3, "tight": -2}.get(kind, 0)
+    sums = list(accumulate((max(0, extent(0, n)[1] + more) for n in lens), initial=0))
+    info = torch.iinfo(dtype)
+    if kind == "early":
+        sums = [x - sums[-1] // 2 for x in sums]
+    elif kind == "falling":
+        sums.reverse()
+    elif kind == "extreme":
+        n = len(sums)
+        sums = [info.min if 3 * i < n else x if 3 * i < 2 * n else info.max for i, x in enumerate(sums)]
+    return _host.tensor(sums, dtype=torch.int64).clamp(info.min, info.max).to(dtype)
 
 
 _bad = refused(make, bs=3, requests=4, width=8)
@@ -107,6 +149,24 @@ PROOF = Proof(
         Sample(
             "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99},
         ),
+        *(
+            Sample(f"given-{n}", {"given": "sums", "bs": 40, "index": i, "lens": i, "indptr": i, "out": i, **more})
+            for n, i, more in (
+                ("i32", "i32", {}), ("i64", "i64", {"start": "i64"}), ("too-little-room", "i64", {"slack": -30}),
+                ("long-row", "i32", {"bs": 3, "requests": 3, "width": 9000, "longest": 9000}),
+                ("many", "i64", {"bs": 600, "longest": 9}), ("no-rows", "i32", {"requests": 0}),
+                ("extreme-lengths", "i64", {"values": "extreme", "slack": 300, "start": "i64"}),
+                ("extreme-lengths-i32", "i32", {"values": "extreme", "slack": 99, "start": "i32"}),
+            )
+        ),
+        *(
+            Sample(f"given-{kind}-{i}", {"given": kind, "bs": 41, "lens": i, "indptr": i, "start": i, "slack": 100})
+            for kind in ("apart", "tight", "early", "extreme") for i in ("i32", "i64")
+        ),
+        *(
+            Sample(f"given-{n}", {"given": "falling", "bs": 41, **more}, control="given-i32")
+            for n, more in (("falling", {}), ("no-requests", {"bs": 0}), ("no-room", {"slack": -10_000}))
+        ),
         Sample("no-rows", {"requests": 0}),
         Sample("no-columns", {"width": 0}),
         Sample("far-rows", {"bs": 64, "requests": 5, "view": "far"}, large=True),
@@ -119,11 +179,16 @@ PROOF = Proof(
         _bad("out-of-rank-2", out=lambda: _host.zeros(3, 3, dtype=torch.int32)),
         _bad("out-strided", out=lambda: _host.zeros(90, dtype=torch.int64)[::2]),
         _bad("starts-too-many", kv_start=lambda: _host.zeros(4, dtype=torch.int64)),
+        _bad("given-and-asked-for", given_indptr=lambda: _host.zeros(4, dtype=torch.int32)),
+        _bad("given-of-bs", given_indptr=lambda: _host.zeros(3, dtype=torch.int32), kv_indptr=None),
+        _bad("given-float", given_indptr=lambda: _host.zeros(4), kv_indptr=None),
+        refused(make, bs=3, given="sums")("neither", given_indptr=None),
     ),
     ragged={
         "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
         "index": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
-        "start": ("i32", "i64", None), "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
+        "start": ("i32", "i64", None), "given": (None, "sums", "apart", "tight", "early"),
+        "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=FRESH,
 )  # fmt: skip

@@ -91,18 +91,16 @@ def create_flashinfer_kv_indices_triton(
     TOKEN_BLOCK_PARALLEL: bool = False,
     token_mapping: Tensor | None = None,
 ) -> None:
-    """Packs each request's slots into `kv_indices_ptr`.
-
-    `kv_indptr` must begin with the sums of the lengths, as SGLang's callers make it: hal's op writes them again.
-    """
+    """Packs each request's slots into `kv_indices_ptr`, where `kv_indptr` says: SGLang's callers have the sums."""
     name = "create_flashinfer_kv_indices_triton"
     refuse(name, token_mapping=token_mapping)
     if ENTRY_PAGE_SIZE != 1:
         raise Unsupported(f"hal: {name}: ENTRY_PAGE_SIZE {ENTRY_PAGE_SIZE}: hal's tables have an entry a token")
     indptr = kv_indptr[: req_pool_indices_ptr.shape[0] + 1]
     hal.build_kv_indices(
-        req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, indptr, kv_indices_ptr, kv_start_idx
-    )
+        req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, None, kv_indices_ptr, kv_start_idx,
+        given_indptr=indptr,
+    )  # fmt: skip
 
 
 def write_req_to_token_pool_triton(*args: Any, **kwargs: Any) -> None:
