@@ -246,6 +246,8 @@ def test_random_weights_of_the_models_shape(
     """Their tokens depend on the cache: where what was moved to the host does not come back, they show it."""
     if broken:
         monkeypatch.setattr(cli.Meter, "kv_transfer", lambda *args, **kwargs: None, raising=False)
+    else:  # fewer layers: the real model has all of them
+        monkeypatch.setattr("transformers.LlamaConfig", lambda **k: LlamaConfig(**{**k, "num_hidden_layers": 4}))
     assert cli.main(["one", "two"], max_tokens=8, random_weights=True) == int(broken)
     said = capsys.readouterr().out
     assert "random Llama of SmolLM2-135M's shape, float32 on cpu" in said
