@@ -143,9 +143,8 @@ def test_between_device_and_host(out: bool, layout: str, order: str, monkeypatch
     monkeypatch.setattr(_runtime, "host_is_dst", lambda src, dst: out)
     with lowered.recording() as launches:
         judge(
-            "kv_transfer", seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip",
-            method="direct",
-        )  # fmt: skip
+            "kv_transfer", seed=2, n=26, src=here, dst=there, order=order, layers=(1, 3), values="skip", method="direct"
+        )
     assert launches
     assert copied
 
