@@ -202,9 +202,12 @@ def test_a_guard_zone_is_looked_at_in_every_call() -> None:
     assert "bytes written outside the tensor" in result.reason
 
 
-def test_other_bits_that_are_right_are_no_fault_of_what_is_not_declared_deterministic() -> None:
+def test_other_bits_that_are_right_are_no_fault_of_what_is_not_declared_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (fault,) = [f for f in faults() if f.name == "another order of sums in one call of 1000"]
     bound, op = fault.make(), "decode_attention"
+    monkeypatch.setitem(soak.CALLS, "device", 300)  # the first comes within 131
     for deterministic, outcome in ((True, FAILED), (False, PASSED)):
         target = target_of(bound.fn, op, deterministic)
         assert run_case(Case(op, "soak", "all"), target, get_spec(op)).outcome == outcome

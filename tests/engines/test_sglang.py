@@ -118,11 +118,14 @@ HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page
 SCENARIOS = [*HICACHE, "chunked", "latent-chunked", "page-1", "retracted", "reference", "latent-reference"]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
 LEFT_OUT = () if os.environ.get("CI_ALL") else (
-    *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference",
+    *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference", "hicache-page_head",
+    "stablelm-partial-rotary",
 )  # fmt: skip
-"""Engines whose settings others have, each by itself (SmolLM2 `test_sglang_server`, the reference's functions `acme`):
-they start in `ci/test all`."""
-SMOLLM2, SCENARIOS = ([job for job in some if job not in LEFT_OUT] for some in (SMOLLM2, SCENARIOS))
+"""Engines whose settings others have, each by itself (SmolLM2 `test_sglang_server`, the reference's functions `acme`,
+pages by heads on the host `tests/scale/test_sglang`, a rotation of a part vLLM's): they start in `ci/test all`."""
+SMOLLM2, SCENARIOS, HICACHE, SHAPES = (
+    [job for job in some if job not in LEFT_OUT] for some in (SMOLLM2, SCENARIOS, HICACHE, SHAPES)
+)
 
 
 @functools.cache

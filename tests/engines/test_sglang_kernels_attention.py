@@ -101,10 +101,7 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
 
 def test_attention_refuses() -> None:
     x, none = torch.zeros(1, 2, 8), torch.tensor([0, 0])
-    for changed in (
-        {"xai_temperature_len": 3}, {"score_mod": len},
-        {"k_scale": 2.0},
-    ):  # fmt: skip
+    for changed in ({"xai_temperature_len": 3}, {"score_mod": len}, {"k_scale": 2.0}):
         with pytest.raises(kernels.Unsupported, match=f"extend_attention_fwd: {next(iter(changed))} is set"):
             kernels.extend_attention_fwd(x, x, x, x, x, x, none, none, none, **changed)
     masked = {"custom_mask": none, "sliding_window_size": 3}

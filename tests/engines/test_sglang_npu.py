@@ -184,7 +184,7 @@ def test_transfer_kv_dim_exchange(dtype: torch.dtype, with_v: bool) -> None:
         ({"host_k": torch.zeros(HP, L + 1, PAGE, H, D)}, ArgumentError, "layers and rows"),
         ({"page_size": 2}, ArgumentError, "device_k"),
     ],
-)  # fmt: skip
+)
 def test_transfer_refuses_and_writes_nothing(changed: dict[str, Any], error: type[Exception], says: str) -> None:
     host = {"host_k": torch.zeros(HP, L, PAGE, H, D), "host_v": torch.zeros(HP, L, PAGE, H, D)}
     device = {"device_k": torch.ones(L, P, PAGE, H, D), "device_v": torch.ones(L, P, PAGE, H, D)}

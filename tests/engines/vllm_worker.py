@@ -41,6 +41,10 @@ def classes(model: Any) -> dict[str, list[str]]:
 def build(job: dict[str, Any]) -> tuple[Any, Counter[str]]:
     """The engine of a job, and where its preemptions are counted."""
     from vllm import LLM
+    from vllm.model_executor.models import registry
+
+    # What a model's class is, vLLM asks a process that imports all of vLLM for it: longer than a tiny model runs.
+    registry._run_in_subprocess = lambda look: look()
 
     # vLLM 0.32 on a CPU reads the `__dict__` of all that modules hold; an object of llvmlite's, which numba brings, has
     # none that could be read.

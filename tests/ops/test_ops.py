@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def test_what_changes_nothing_has_a_control_that_does(op: OpSpec) -> None:
 
     samples = {s.name: s for s in op.samples}
     for sample in op.samples:
-        if sample.control or not op.core:
+        if sample.control or (os.environ.get("CI_ALL") and not op.core):
             assert changes(samples[sample.control] if sample.control else sample), sample.name
 
 

@@ -1,4 +1,4 @@
-"""Tests of the lowered lane run in it (``ci/ascend``: HAL_LANE=lowered, the venv of ``ci/ascend.txt``).
+"""Tests of the lowered lane run in it (``ci/ascend``: HAL_LANE=lowered, the venv of ``ci/engines-ascend.txt``).
 
 Elsewhere those marked ``anywhere`` run, and the others are skipped, with the reason.
 """

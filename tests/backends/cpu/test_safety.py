@@ -13,7 +13,7 @@ import os, sys
 from cpu.cases import judge
 from hal.ops import get_spec
 side, threads, ops = sys.argv[1], sys.argv[2], sys.argv[3:]
-turn = slice(None) if os.environ.get("CI_ALL") else slice(2 * (threads == "ours"), None, 4)
+turn = slice(None) if os.environ.get("CI_ALL") else slice(4 * (threads == "ours"), None, 8)
 import torch
 torch.set_num_threads(2)
 import hal.backends.cpu._pool as pool

@@ -7,6 +7,7 @@ the Gluon kernel takes, and that its forms don't spill. On Hopper (``ci/h200``):
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> list[str]:
 def test_queries_that_fp16_does_not_hold(cache_dtype: str, loud: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hal.backends.cuda import decode_attention as module
 
-    monkeypatch.setattr(module, "PER_SM", 1)
+    monkeypatch.setattr(module, "PER_SM", Fraction(1, 4))
     decode_attention = module.decode_attention
     small = {"bs": 2, "longest": 12, "lengths": "full", "slots": 60, "kv_heads": 1, "q_heads": 4, "head_dim": 64}
     args = extreme(cache_dtype, loud, **small)
