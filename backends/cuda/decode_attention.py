@@ -25,6 +25,11 @@ from hal.triton.plans import Plan, Scratch, Size, Step, length, plans
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
+SMALL = 8
+"""Requests times key/value heads up to which Hopper takes `SMALL_TILE`: of short parts, fewer steps are what counts."""
+SMALL_TILE = (16, 128, 4, 2)
+SMALL_PER_SM = 3
+"""Programs of that tile a multiprocessor: as many as its registers and shared memory are for."""
 SHORTEST = 128
 """Keys that a part has at least."""
 WHOLE = 192
@@ -202,14 +207,14 @@ def tiles(
 
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, window: bool, cap: bool,
-    k_scale: object, v_scale: object, shared: bool, plain: bool,
+    k_scale: object, v_scale: object, shared: bool, plain: bool, small: bool = False,
 ) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
     on = pdl(device)
     fp8 = k_cache.dtype in FP8
-    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
+    m, n, warps, stages = SMALL_TILE if small else tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -248,7 +253,7 @@ def _plan(
         )  # fmt: skip
     merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
     sms = multiprocessors(device) if device >= 0 else 16
-    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else PER_SM
+    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else SMALL_PER_SM if small else PER_SM
     return run, merge, blocks, max(1, each * sms // blocks), tuple(s // unit for s in strides)
 
 
@@ -281,6 +286,13 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
     )
 
 
+def small_batch(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Up to how many requests the tile for small batches takes: groups of up to 16 of 16 bits and 128 elements."""
+    fits = q.dtype.itemsize == 2 and q.dtype == k_cache.dtype == v_cache.dtype and q.shape[1] <= 16 * k_cache.shape[-2]
+    fits = fits and q.shape[2] == v_cache.shape[-1] == 128 and arch(q.get_device()) == 90
+    return SMALL // k_cache.shape[-2] if fits else 0
+
+
 @plans
 def _plans(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor | None,
@@ -295,27 +307,31 @@ def _plans(
     shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
-    run, merge, blocks, programs, strides = _plan(
-        q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
-    )
-    lines = length("q", times=q_heads) + programs * q_heads
-    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
+    few = small_batch(q, k_cache, v_cache)
     window = max(0, min(sliding_window, 2**31 - 2))
-
-    def split(programs: int, low: int, high: int) -> Step:
-        args = (
-            "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
-            length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), programs, window, "scale",
-            "logit_cap",
-        )  # fmt: skip
-        where = (("q", 0, 2**31), ("kv_indices", low, high))
-        return Step(run, length("q", times=blocks) + programs * blocks, args, where)
-
-    many = split(programs, WHOLE, 2**31)
-    args = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
-    merged = Step(merge, length("q", times=q_heads), args, many.where)
-    # Split for one program alone, each request is one part.
-    return Plan((split(1, -1, WHOLE), many, merged), lines.times(v_dim + 1), returns)
+    most = Size()
+    steps: list[Step] = []
+    for low, high, small in ((0, few, True), (few, 2**31, False)):
+        if low == high:
+            continue
+        run, merge, blocks, programs, strides = _plan(
+            q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain, small
+        )
+        lines = length("q", times=q_heads) + programs * q_heads
+        part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
+        # Split for one program alone, each request is one part, and there is nothing to merge.
+        for parts, least, longest in ((1, -1, WHOLE), (programs, WHOLE, 2**31)):
+            some = (("q", low, high), ("kv_indices", least, longest))
+            args = (
+                "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale",
+                *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts, window,
+                "scale", "logit_cap",
+            )  # fmt: skip
+            steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
+        merged = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
+        steps.append(Step(merge, length("q", times=q_heads), merged, some))
+        most = lines.times(v_dim + 1)  # the last has most programs
+    return Plan(tuple(steps), most, returns)
 
 
 @_plans.launcher
