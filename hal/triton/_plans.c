@@ -3,7 +3,7 @@
    A plan is found by the words that _call.c reads off a call; pointers, first sizes and floats go where the plan says.
    Whatever is not known, or not as before, is for `slow`, with the call as it was read. */
 
-enum { STEPS = 4, TERMS = 2, RANGES = 2, BUCKETS = 256, PLANS = 4096 };
+enum { STEPS = 6, TERMS = 2, RANGES = 2, BUCKETS = 256, PLANS = 4096 };
 
 typedef struct { int64_t start; int count; struct { int arg; int64_t by, per, times; } term[TERMS]; } Size;
 typedef struct { char kind; int arg; uint32_t key; Value value; Size size; } Source;   /* a constant, arg, size, scratch */

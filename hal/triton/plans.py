@@ -92,7 +92,7 @@ class Result(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call starts: at most four launches, one after the other."""
+    """What a call starts: at most six launches, one after the other."""
 
     steps: tuple[Step, ...]
     scratch: Size | None = None
