@@ -95,7 +95,7 @@ class KVPool:
     """
 
     __slots__ = (
-        "_addresses",
+        "_extents",
         "_planes", "device", "dtype", "k", "key", "layout", "num_layers", "num_slots", "page_size", "pinned",
         "row_shape", "tensors", "v", "v_row_shape",
     )  # fmt: skip
@@ -142,7 +142,7 @@ class KVPool:
             and self.num_slots > 0
             and all(t.is_pinned() for half in (self.k, self.v) if half is not None for t in _tensors(half))
         )
-        self._addresses = [t.data_ptr() for t in self.tensors]
+        self._extents = self._memory()
         self._planes = tuple(self._plane(half) for half in (self.k, self.v) if half is not None)
         self.key = (
             layout, self.device, self.dtype, page_size, self.row_shape, self.v_row_shape, self.num_layers,
@@ -219,9 +219,13 @@ class KVPool:
             ArgumentError: the tensors have moved to memory that is not what this pool says (freed, unpinned, of
                 another shape or device).
         """
-        if [t.data_ptr() for t in self.tensors] != self._addresses:
+        if self._memory() != self._extents:
             self._follow()
         return self._planes
+
+    def _memory(self) -> list[tuple[int, int]]:
+        """Address of each tensor and bytes of its storage: what is resized may be smaller at the same place."""
+        return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self.tensors]
 
     def _follow(self) -> None:
         """The addresses anew: ``share_memory_()``, sending to a process, ``set_`` and resizing move tensors."""
@@ -230,7 +234,7 @@ class KVPool:
             name = "pinned" if made.pinned != self.pinned else "shape, dtype or device"
             raise _bad("k", f"{self}, pinned {self.pinned}, as it was made", f"{made}, pinned {made.pinned}: its "
                        f"tensors have been given other memory ({name}); make a new KVPool")  # fmt: skip
-        self._planes, self._addresses = made._planes, made._addresses
+        self._planes, self._extents = made._planes, made._extents
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What a copy or another process gets has addresses of its own.
