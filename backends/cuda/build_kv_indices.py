@@ -129,19 +129,19 @@ def build_kv_indices(
     bs, size = kv_lens.numel(), out.numel()
     rows, width = req_to_token.shape
     device = out.get_device()
-    sms = multiprocessors(device)
+    sms, programs = multiprocessors(device), bs or 1
     if given_indptr is None and bs > MOST * sms:
         _sums[device].start(((bs + BLOCK - 1) // BLOCK, 1, 1), kv_lens, kv_indptr, bs, size)
         given_indptr = kv_indptr
     if given_indptr is None:
         given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
     else:
-        chunk, warps = next((c, w) for n, c, w in GIVEN if 2 * bs <= n * sms)
+        chunk, warps = next((c, w) for n, c, w in GIVEN if 2 * programs <= n * sms)
         given, most = True, 4 * sms
     # Without sums no more parts than run at once: each adds up the lengths anew.
-    log = min(-(-size // chunk) or 1, most // (bs or 1) or 1).bit_length() - 1
+    log = min(-(-size // chunk) or 1, most // programs or 1).bit_length() - 1
     _launches[device, given, chunk, warps].start(
-        ((bs or 1) << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
+        (programs << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
         bs, rows, width, req_to_token.stride(0), size, log,
     )  # fmt: skip
     return out

@@ -309,7 +309,7 @@ def _plans(
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
     few = small_batch(q, k_cache, v_cache)
     window = max(0, min(sliding_window, 2**31 - 2))
-    most = Size()
+    most = 0
     steps: list[Step] = []
     for low, high, small in ((0, few, True), (few, 2**31, False)):
         if low == high:
@@ -330,8 +330,8 @@ def _plans(
             steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
         merged = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
         steps.append(Step(merge, length("q", times=q_heads), merged, some))
-        most = lines.times(v_dim + 1)  # the last has most programs
-    return Plan(tuple(steps), most, returns)
+        most = max(most, programs)
+    return Plan(tuple(steps), (length("q", times=q_heads) + most * q_heads).times(v_dim + 1), returns)
 
 
 @_plans.launcher
