@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,15 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
         for n in options.ttft[:1]:
             yield f"ttft {n}", lambda n=n: found["ttft"].append(_ttft(llm, prompt, n))  # type: ignore[misc]
         for batch, context in options.decode:
-            yield (
-                f"decode {batch} x {context}",
-                lambda b=batch, c=context: found["decode"].append(_decode(llm, prompt, b, c, options.steps)),  # type: ignore[misc]
-            )
+            steps = partial(_decode, llm, prompt, batch, context, options.steps)
+            yield f"decode {batch} x {context}", lambda steps=steps: found["decode"].append(steps())  # type: ignore[misc]
         for n in options.ttft[1:]:
             yield f"ttft {n}", lambda n=n: found["ttft"].append(_ttft(llm, prompt, n))  # type: ignore[misc]
         if options.throughput:
             yield "throughput", lambda: found.update(throughput=_throughput(llm, prompt, options.throughput))
         for batch, n in options.profile:
-            yield (
-                f"profile {batch or 'prompt'} x {n}",
-                lambda b=batch, n=n: found["profiles"].append(_profile(llm, prompt, b, n, options.steps)),  # type: ignore[misc]
-            )
+            one = partial(_profile, llm, prompt, batch, n, options.steps)
+            yield f"profile {batch or 'prompt'} x {n}", lambda one=one: found["profiles"].append(one())  # type: ignore[misc]
 
     for name, run in points():
         if time.perf_counter() - begin > options.seconds:
@@ -267,10 +264,7 @@ def _profile(llm: Any, prompt: Any, batch: int, n: int, steps: int) -> dict[str,
         kernels: list[dict[str, Any]] = []
         _decode(llm, prompt, batch, n, steps, lambda run: kernels.extend(time_kernels(run)))
         return {"batch": batch, "context": n, "steps": steps, "kernels": kernels}
-
-    def one() -> None:
-        llm.generate([prompt(n, 1)], _greedy(1), use_tqdm=False)
-
+    one = partial(llm.generate, [prompt(n, 1)], _greedy(1), use_tqdm=False)
     one()  # what is compiled on first use
     return {"tokens": n, "kernels": time_kernels(one)}
 
@@ -282,7 +276,7 @@ def _room(batch: int, context: int, steps: int) -> int:
 
 def _decode(
     llm: Any, prompt: Any, batch: int, context: int, steps: int,
-    around: Callable[[Callable[[], None]], None] | None = None,
+    around: Callable[[Callable[[], None]], None] = lambda run: run(),
 ) -> dict[str, Any]:  # fmt: skip
     """Steps in which every request decodes, timed from one finished step to another; `around` calls what runs them."""
     engine = llm.llm_engine
@@ -303,10 +297,7 @@ def _decode(
                 made[out.request_id] = len(out.outputs[0].token_ids)
             marks.append(time.perf_counter())
 
-    if around is None:
-        run()
-    else:
-        around(run)
+    around(run)
     tokens = sum(made.values()) - total
     seconds = marks[-1] - marks[0]
     engine.abort_request(list(made))
