@@ -33,16 +33,10 @@ def kv_transfer(
         reference(src, dst, src_slots, dst_slots, layers=layers)
         return
     device = src.device if src.device.type == "cuda" else dst.device
-    if (
-        src_slots.is_cuda and method != "direct"
-    ):  # in a serving loop's way: nothing before the launch that can be spared
-        _copy.rows(src, dst, src_slots, dst_slots, layers, device)
-        return
-    todo = range(src.num_layers) if layers is None else layers
-    if src_slots.device.type == "cpu" and lane() == "device":
-        _from_host(src, dst, src_slots, dst_slots, todo, method, device)
+    if not src_slots.is_cuda and lane() == "device":
+        _from_host(src, dst, src_slots, dst_slots, layers or range(src.num_layers), method, device)
     elif method == "direct":
-        _direct(src, dst, src_slots, dst_slots, todo, device)
+        _direct(src, dst, src_slots, dst_slots, layers or range(src.num_layers), device)
     else:
         _copy.rows(src, dst, src_slots, dst_slots, layers, device)
 
