@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal import _host
 from hal.bench import OURS, Row
-from hal.bench.judge import check, check_transfer
+from hal.bench.judge import check
 from hal.bench.timing import measure
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
@@ -187,22 +187,14 @@ def _memcpy(a: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
 # --- kv_transfer ------------------------------------------------------------------------------------
 
 
-def _pool(layout: str, slots: int, page: int, layers: int, row: tuple[int, ...], v: bool) -> KVPool:
-    lead = {
-        "layer_first": (layers, slots, *row), "page_first": (slots, layers, *row),
-        "page_first_direct": (slots // page, layers, page, *row),
-        "page_head": (slots // page, row[0], page, layers, row[-1]),
-    }[layout]  # fmt: skip
-    halves = [_host.randint(-9, 9, lead, dtype=torch.int16).view(torch.bfloat16) for _ in range(1 + v)]
-    return KVPool(halves[0], halves[1] if v else None, layout=layout, page_size=page)
-
-
 def kv_transfer(quick: bool = False) -> list[Row]:
     """Pages in random order, host to host. Eager torch assigns by index, a layer at a time."""
     from hal.backends.cpu.kv_transfer import kv_transfer as ours
 
     layers, tokens, slots = (4, 64, 256) if quick else (32, 1024, 2048)
-    kinds = {"mha 8x128": ((8, 128), True), "mla 576": ((576,), False)}
+    kinds: dict[str, dict[str, Any]] = {
+        "mha 8x128": {"heads": 8, "head_dim": 128}, "mla 576": {"mla": True, "head_dim": 576},
+    }  # fmt: skip
     pairs = [
         ("mha 8x128", "layer_first", "page_first"), ("mha 8x128", "page_first", "layer_first"),
         ("mha 8x128", "layer_first", "layer_first"), ("mha 8x128", "layer_first", "page_first_direct"),
@@ -212,21 +204,20 @@ def kv_transfer(quick: bool = False) -> list[Row]:
     rows = []
     for kind, a, b in pairs[:2] if quick else pairs:
         for page in (1, 16, 64):
-            row, has_v = kinds[kind]
-            src, dst = (_pool(x, slots, page, layers, row, has_v) for x in (a, b))
-            order = [_host.randperm(slots // page)[: tokens // page].view(-1, 1) * page for _ in range(2)]
-            there, here = ((o + _host.arange(page)).view(-1) for o in order)
-            nbytes = tokens * layers * sum(p.row_bytes for p in src.planes())
-            source = _host.zeros(nbytes, dtype=torch.uint8)
-            target = torch.empty_like(source)
-            calls: dict[str, Callable[[], Any]] = {
-                OURS: partial(ours, src, dst, there, here),
-                "memcpy": partial(target.copy_, source),
-            }
+            make = partial(
+                get_spec("kv_transfer").make, n=tokens, num_layers=layers, src=a, dst=b, src_page=page, dst_page=page,
+                src_slots=slots, dst_slots=slots, order="pages", **kinds[kind],
+            )  # fmt: skip
+            impls: dict[str, Callable[[dict[str, Any]], Any]] = {OURS: partial(by_name, ours)}
             if not {"page_head", "page_first_direct"} & {a, b}:
-                calls["eager"] = partial(_eager_transfer, src, dst, there, here)
-            for name in calls.keys() - {"memcpy"}:
-                check_transfer(name, calls[name], src, dst, there, here)
+                impls["eager"] = partial(by_name, _eager_transfer)
+            for name, fn in impls.items():
+                check("kv_transfer", name, fn, make)
+            args = make()
+            nbytes = tokens * layers * sum(p.row_bytes for p in args["src"].planes())
+            source = _host.zeros(nbytes, dtype=torch.uint8)
+            calls: dict[str, Callable[[], Any]] = {name: partial(fn, args) for name, fn in impls.items()}
+            calls["memcpy"] = partial(torch.empty_like(source).copy_, source)
             got = measure(calls, quick, rounds=9)
             gbs = {n: nbytes / us / 1e3 for n, us in got.pop("wall_us").items()}
             case = {"op": "kv_transfer", "rows": kind, "from": a, "to": b, "page": page}
@@ -234,11 +225,11 @@ def kv_transfer(quick: bool = False) -> list[Row]:
     return rows
 
 
-def _eager_transfer(src: KVPool, dst: KVPool, there: Tensor, here: Tensor) -> None:
+def _eager_transfer(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, **_: Any) -> None:
     for layer in range(src.num_layers):
         for s, d in zip(src.layer(layer), dst.layer(layer), strict=True):
             if s is not None and d is not None:
-                d[here] = s[there]
+                d[dst_slots] = s[src_slots]
 
 
 # --- the host path ----------------------------------------------------------------------------------

@@ -2,26 +2,28 @@
 # torch.cuda has untyped functions.
 """Outputs against the contract's own truth: nothing is timed that is wrong.
 
-The oracle of an op gives what each output may be; `check` runs a call here, `verdict` our launcher on a GPU.
+`check` and `prove` are the conformance suite's `execute`, of any call here and of our launcher where it runs.
+`check_transfer` is not: calls between pools of gigabytes are bound to the memory that they are timed on, and `execute`
+judges in memory of its own.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hal._remote.target import DirectTarget
-from hal.bench import launcher
+from hal._remote.target import DirectTarget, RegistryTarget
+from hal.conformance._result import NOT_APPLICABLE, PASSED, Case
 from hal.conformance.execute import Executor, Failure
+from hal.conformance.proofs.run import run_case
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from hal.ops.proofs.inputs import on_device
-from hal.ops.proofs.judge import headroom, right_any
+from hal.ops.spec import Sample
 
 
 class Peer(DirectTarget):
@@ -72,34 +74,11 @@ def check_transfer(name: str, call: Callable[[], Any], src: KVPool, dst: KVPool,
                 raise AssertionError(f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
 
 
-def verdict(op: str, args: dict[str, Any]) -> float:
-    """One call of cuda's launcher, then one from a captured graph: the error in units of the bound.
-
-    Raises:
-        AssertionError: an output is outside of it.
-    """
-    wants = get_spec(op).oracle(args)
-    here = on_device(args, "cuda")
-    call = functools.partial(launcher("cuda", op), **here)
-    worst = 0.0
-    for captured in (False, True):
-        for x in ("out", "lse"):
-            if here[x] is not None:
-                here[x].fill_(torch.nan)
-        result = call()
-        if captured:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                result = call()
-            result.fill_(torch.nan)
-            graph.replay()
-            graph.replay()
-        torch.cuda.synchronize()
-        for x, want in wants.items():
-            got = (result if x == "return" else here[x]).cpu()
-            bad = ~right_any(got, want)
-            if bad.any():
-                raise AssertionError(f"{x}: {int(bad.sum())} wrong, first at {bad.nonzero()[0].tolist()}")
-            worst = max(worst, headroom(got, want))
-    return worst
+def prove(op: str, params: Mapping[str, Any], backend: str) -> None:
+    """Raises unless our launcher does what the contract says of what `params` make: called, and from a captured graph
+    where the device has them."""
+    spec = replace(get_spec(op), samples=(Sample("form", params),))
+    for proof in ("value", "graph"):
+        result = run_case(Case(op, proof, "form", "form"), RegistryTarget.of(backend, "device"), spec)
+        if result.outcome not in (PASSED, NOT_APPLICABLE):
+            raise AssertionError(f"{op}: {proof} of {dict(params)}: {result.outcome}: {result.reason}")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import hal
 from hal import HalError, _complete, bench
-from hal.bench import cpu, cpu_engine, judge, plot, report, timing
+from hal.bench import cpu_engine, judge, plot, report, timing
 from hal.bench.cli import draw
 from hal.ops import BUILTIN, get_spec
 from hal.registry import current
@@ -88,10 +89,16 @@ def test_a_wrong_output_is_never_timed() -> None:
     s = get_spec("get_last_loc")
     with pytest.raises(AssertionError, match="off by one"):
         judge.check("get_last_loc", "off by one", lambda a: s.reference(**a) + 1, s.make)
-    t = cpu._pool("layer_first", 32, 1, 2, (2, 8), True)
-    u = cpu._pool("page_first", 32, 1, 2, (2, 8), True)
+    a = get_spec("kv_transfer").make(src_page=1, dst_page=1)
     with pytest.raises(AssertionError, match="wrong rows"):
-        judge.check_transfer("idle", lambda: None, t, u, torch.arange(4), torch.arange(4))
+        judge.check_transfer("idle", lambda: None, a["src"], a["dst"], torch.arange(4), torch.arange(4))
+
+
+def test_a_form_is_proven_where_it_runs(fresh: None) -> None:
+    judge.prove("get_last_loc", {"bs": 7}, "cpu")
+    hal.register("get_last_loc", backend="idle")(lambda req_to_token, req_pool_indices, prefix_lens: prefix_lens)
+    with pytest.raises(AssertionError, match=r"get_last_loc: value of .* failed"):
+        judge.prove("get_last_loc", {"bs": 7}, "idle")
 
 
 def test_every_op_has_a_table() -> None:

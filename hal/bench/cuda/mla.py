@@ -17,8 +17,7 @@ from torch import Tensor
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
 from hal.bench.cuda.harness import table_of, time_row
-from hal.bench.judge import verdict
-from hal.ops import get_spec
+from hal.bench.judge import prove
 
 PAGE = 64
 LEAST_PAGES = 4096
@@ -101,8 +100,7 @@ def check_forms() -> None:
     """Judges `FORMS`; raises where one is wrong."""
     usual = {"bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
     for form in FORMS:
-        args = get_spec("decode_attention").make(**{**usual, "cache_view": "shared", "dtype": "bf16", **form})
-        verdict("decode_attention", args)
+        prove("decode_attention", {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda")
 
 
 def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) -> Row:
