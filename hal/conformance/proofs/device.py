@@ -76,17 +76,17 @@ def sync(run: Run) -> None:
 
 
 def graph(run: Run) -> None:
-    """One capture, four replays, each with new values in the same tensors."""
+    """One capture, four replays: with the values that were captured, then each with new ones in the same tensors."""
     _needs_streams(run)
     for sample in _chosen(run):
         arguments, _ = _ready(run, sample)
         placed = run.place(arguments, POISONS[1])
         turns = []
-        for turn in range(4):
-            fresh, wants = run.example({**sample.params, "seed": 31 + turn})
+        for turn, seed in enumerate((0, 31, 32, 33)):
+            fresh, wants = run.example({**sample.params, "seed": seed})
             other = run.place(fresh, POISONS[turn % 2])
             if not placed.same_layout(other):
-                # Sizes that the seed decides: this sample can't be replayed with other values.
+                # Sizes that the seed decides: this sample can be replayed with its own values alone.
                 break
             turns.append((other, wants))
         said = run.do("graph", placed, *(other for other, _ in turns))
