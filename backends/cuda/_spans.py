@@ -7,13 +7,14 @@ request. The lengths of all requests before the group are added up lane by lane 
 in number, so that is linear in the requests.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.triton import launch
+from hal.triton.plans import ANY, Size, Step, length
 
 MANY = 8
 """Requests of a group, where there are more of them than programs."""
@@ -27,31 +28,6 @@ class Tile(NamedTuple):
     lengths: int
     """Lengths that it adds at once."""
     warps: int
-
-
-Tiles = dict[int, Tile]
-
-
-class Launches(dict[tuple[int, ...], launch.Launch]):
-    """A kernel's launches, by device, the values of its own constexprs `names`, and requests of a group."""
-
-    def __init__(self, kernel: launch.Kernel, tiles: Tiles, *names: str) -> None:
-        self.kernel, self.tiles, self.names = kernel, tiles, names
-        launch.keeps(self)
-
-    def __missing__(self, key: tuple[int, ...]) -> launch.Launch:
-        device, *values, group = key
-        on, (chunk, lengths, warps) = pdl(device), self.tiles[group]
-        self[key] = made = self.kernel.bind(
-            **dict(zip(self.names, values, strict=True)),
-            PDL=on,
-            CHUNK=chunk,
-            GROUP=group,
-            TILE=lengths,
-            num_warps=warps,
-            launch_pdl=on,
-        )
-        return made
 
 
 @triton.jit
@@ -99,14 +75,32 @@ def turns(count, part, log, CHUNK: tl.constexpr):
     return (tl.maximum(count - part * CHUNK, 0) + ((CHUNK << log) - 1)) // CHUNK >> log
 
 
-def grid(bs: int, size: int, device: int, tiles: Tiles) -> tuple[tuple[int, int, int], int, int, int]:
-    """(grid, requests of a group, groups of a program, log2 of a group's parts) for `bs` requests, `size` outputs."""
-    sms = multiprocessors(device)
-    group = 1 if bs <= 4 * sms else MANY
-    groups = -(-bs // group) or 1
-    each = -(-groups // (4 * sms))
-    programs = -(-groups // each)
-    # No more parts than run at once: each one adds up the lengths anew.
-    parts = min(-(-size // tiles[group].chunk) or 1, sms // programs or 1)
-    log = parts.bit_length() - 1
-    return (programs << log, 1, 1), group, each, log
+def parts(programs: Size, chunks: Size, most: int) -> Size:
+    """log2 of the parts of a program's outputs, of which there are no more than run at once (each one adds up the
+    lengths anew), and than there are `chunks`."""
+    return chunks.at_least(1).at_most(programs.within(most).at_least(1)).log2()
+
+
+def steps(
+    kernel: launch.Kernel,
+    tiles: dict[int, Tile],
+    requests: str,
+    size: Size,
+    device: int,
+    args: tuple[Any, ...],
+    *where: tuple[str, int, int],
+    **static: Any,
+) -> tuple[Step, ...]:
+    """The launch for few requests, and that for many: how many outputs are made at most is `size`, to `args` are added
+    the groups of a program and log2 of a group's parts."""
+    sms, on = multiprocessors(device), pdl(device)
+    found = []
+    for group, low, high in ((1, -1, 4 * sms), (MANY, 4 * sms, ANY)):
+        chunk, lengths, warps = tiles[group]
+        run = kernel.bind(**static, PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on)
+        groups = length(requests, per=group).at_least(1)
+        each = groups.per(4 * sms)
+        programs = groups.per(each)
+        log = parts(programs, size.per(chunk), sms)
+        found.append(Step(run, programs.doubled(log), (*args, each, log), ((requests, low, high), *where)))
+    return tuple(found)

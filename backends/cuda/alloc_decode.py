@@ -7,12 +7,13 @@ number, so that is linear. A page is compared with the list's length before it i
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty, int64
+from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import slot_of
 from hal.triton import launch
+from hal.triton.plans import RESULT, Plan, Result, Step, length, plans
 
 BLOCK = 128
 TILE = 1024
@@ -56,26 +57,21 @@ def alloc_decode_kernel(
         tl.store(result, pages)
 
 
-class _Launches(dict[tuple[int, int, bool], launch.Launch]):
-    def __missing__(self, key: tuple[int, int, bool]) -> launch.Launch:
-        device, page, wide = key
-        on = pdl(device)
-        self[key] = alloc_decode_kernel.bind(
-            PAGE=page, WIDE=wide, PDL=on, BLOCK=BLOCK, TILE=TILE, num_warps=4, launch_pdl=on
-        )
-        return self[key]
-
-
-_launches: _Launches = launch.keeps(_Launches())
-
-
-def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
-    bs = seq_lens.numel()
+@plans
+def _plans(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Plan:
     device = out.get_device()
-    total = empty(1, dtype=int64, device=out.device)
-    blocks = -(-bs // BLOCK) or 1
-    each = -(-blocks // (2 * multiprocessors(device)))
-    _launches[device, page_size, out.dtype is int64].start(
-        (-(-blocks // each), 1, 1), seq_lens, last_loc, free_pages, out, total, bs, free_pages.numel(), each
+    on = pdl(device)
+    run = alloc_decode_kernel.bind(
+        PAGE=page_size, WIDE=out.dtype is int64, PDL=on, BLOCK=BLOCK, TILE=TILE, num_warps=4, launch_pdl=on
     )
-    return total
+    blocks = length("seq_lens", per=BLOCK).at_least(1)
+    each = blocks.per(2 * multiprocessors(device))
+    args = (
+        "seq_lens", "last_loc", "free_pages", "out", RESULT, length("seq_lens"), length("free_pages"), each,
+    )  # fmt: skip
+    return Plan((Step(run, blocks.per(each), args),), returns=Result("seq_lens", 1, int64))
+
+
+@_plans.launcher
+def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor) -> Tensor:
+    return _plans.start(seq_lens, last_loc, free_pages, page_size, out)  # type: ignore[no-any-return]

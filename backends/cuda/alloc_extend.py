@@ -7,11 +7,12 @@ the list's length before it is read.
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty, int64
+from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, slot_of, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, slot_of, steps, turns
 from hal.triton import launch
+from hal.triton.plans import RESULT, Plan, Result, length, plans
 
 TILES = {1: Tile(64, 128, 1), MANY: Tile(32, 512, 4)}
 
@@ -77,17 +78,23 @@ def alloc_extend_kernel(
             tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-_launches = Launches(alloc_extend_kernel, TILES, "PAGE", "WIDE")
+@plans
+def _plans(
+    prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
+) -> Plan:
+    size = length("out")
+    args = (
+        "prefix_lens", "seq_lens", "last_loc", "free_pages", "out", RESULT, length("prefix_lens"), length("free_pages"),
+        size,
+    )  # fmt: skip
+    found = steps(
+        alloc_extend_kernel, TILES, "prefix_lens", size, out.get_device(), args, PAGE=page_size, WIDE=out.dtype is int64
+    )
+    return Plan(found, returns=Result("prefix_lens", 1, int64))
 
 
+@_plans.launcher
 def alloc_extend(
     prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int, out: Tensor
 ) -> Tensor:
-    bs, size = prefix_lens.numel(), out.numel()
-    device = out.get_device()
-    total = empty(1, dtype=int64, device=out.device)
-    programs, group, each, log = grid(bs, size, device, TILES)
-    _launches[device, page_size, out.dtype is int64, group].start(
-        programs, prefix_lens, seq_lens, last_loc, free_pages, out, total, bs, free_pages.numel(), size, each, log
-    )
-    return total
+    return _plans.start(prefix_lens, seq_lens, last_loc, free_pages, page_size, out)  # type: ignore[no-any-return]

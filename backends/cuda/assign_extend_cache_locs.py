@@ -20,10 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal.backends.cuda._device import multiprocessors, pdl
 from hal.backends.cuda._spans import clamped
 from hal.triton import launch
+from hal.triton.plans import ANY, Plan, Step, length, plans
 
 FEW = {256: (128, 4), 512: (64, 1)}
 """Up to so many requests: tokens of a request that a program copies at once, and its warps."""
-MOST = max(FEW)
 GROUP = 16
 TILE = 16
 """Tokens of each request of a group that are copied at once, up to SPAN of them."""
@@ -177,60 +177,48 @@ def assign_many_kernel(
                 tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-_Few = dict[int, tuple[launch.Launch, int]]
+@plans
+def _plans(
+    req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, out: Tensor
+) -> Plan:
+    on, programs = pdl(out.get_device()), 2 * multiprocessors(out.get_device())
+    bs, size, low, steps = length("req_pool_indices"), length("out"), -1, []
+    args = (
+        "req_to_token", "req_pool_indices", "start_offsets", "end_offsets", "out", bs, length("req_to_token"),
+        req_to_token.shape[1], req_to_token.stride(0), size,
+    )  # fmt: skip
+    some = ("out", 0, ANY)
+    for most, (part, warps) in FEW.items():
+        run = assign_few_kernel.bind(PDL=on, FEW=most, PART=part, num_warps=warps, launch_pdl=on)
+        groups = bs.at_least(1)
+        parts = size.per(part).at_most(groups.within(programs).at_least(1))
+        steps.append(Step(run, groups.times(parts), (*args, parts), (("req_pool_indices", low, most), some)))
+        low = most
+    run = assign_many_kernel.bind(
+        PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=SUM, num_warps=8, launch_pdl=on
+    )
+    groups = bs.at_least(1).per(GROUP)
+    each = groups.per(programs)
+    groups = groups.per(each)
+    parts = groups.within(programs).at_least(1).at_most(8)
+    steps.append(Step(run, groups.times(parts), (*args, parts, each), (("req_pool_indices", low, ANY), some)))
+    return Plan(tuple(steps), returns="out")
 
 
-class _Launches(dict[int, tuple[_Few, launch.Launch, int]]):
-    def __missing__(self, device: int) -> tuple[_Few, launch.Launch, int]:
-        on = pdl(device)
-        few = {
-            n: (assign_few_kernel.bind(PDL=on, FEW=n, PART=part, num_warps=warps, launch_pdl=on), part)
-            for n, (part, warps) in FEW.items()
-        }
-        many = assign_many_kernel.bind(
-            PDL=on, GROUP=GROUP, TILE=TILE, SPAN=SPAN, CHUNK=CHUNK, SUM=SUM, num_warps=8, launch_pdl=on
-        )
-        self[device] = few, many, 2 * multiprocessors(device)
-        return self[device]
-
-
-_launches: _Launches = launch.keeps(_Launches())
-
-
+@_plans.launcher
 def assign_extend_cache_locs(
     req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, out: Tensor
 ) -> Tensor:
-    size, bs = out.numel(), req_pool_indices.numel()
-    if not size:
-        return out
-    few, many, programs = _launches[out.get_device()]
-    rows, width = req_to_token.shape
-    tensors = req_to_token, req_pool_indices, start_offsets, end_offsets, out
-    if bs <= MOST:
-        run, part = few[256 if bs <= 256 else MOST]
-        groups = bs or 1
-        parts = min((size + part - 1) // part, programs // groups or 1)
-        run.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts)
-    else:
-        groups = (bs + GROUP - 1) // GROUP
-        each = (groups + programs - 1) // programs
-        groups = (groups + each - 1) // each
-        parts = min(programs // groups or 1, 8)
-        many.start((groups * parts, 1, 1), *tensors, bs, rows, width, req_to_token.stride(0), size, parts, each)
-    return out
+    return _plans.start(  # type: ignore[no-any-return]
+        req_to_token, req_pool_indices, start_offsets, end_offsets, out
+    )
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:
-    """All of them: for few requests, for some more, and for many."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     given = args or {
         "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
         "end_offsets": zero, "out": zero,
     }  # fmt: skip
-    for bs in (1, *(few + 1 for few in FEW)):
-        requests, starts, ends = (
-            torch.zeros(bs, dtype=given[n].dtype, device=device)
-            for n in ("req_pool_indices", "start_offsets", "end_offsets")
-        )
-        out = torch.zeros(1, dtype=given["out"].dtype, device=device)
-        assign_extend_cache_locs(given["req_to_token"], requests, starts, ends, out)
+    one = (torch.zeros(1, dtype=a.dtype, device=device) for a in list(given.values())[1:])
+    assign_extend_cache_locs(given["req_to_token"], *one)

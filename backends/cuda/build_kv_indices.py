@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import multiprocessors, pdl
-from hal.backends.cuda._spans import extents, turns
+from hal.backends.cuda._spans import extents, parts, turns
 from hal.triton import launch
+from hal.triton.plans import ANY, Plan, Step, length, plans
 
 CHUNK, SUM = 1024, 256
 """Slots at once, and lengths added at once, where the sums are made too."""
@@ -101,47 +102,49 @@ def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, B
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
-class _Launches(dict[tuple[int, bool, int, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, bool, int, int]) -> launch.Launch:
-        device, given, chunk, warps = key
-        on = pdl(device)
-        self[key] = made = kv_indices_kernel.bind(
-            GIVEN=given, PDL=on, CHUNK=chunk, SUM=SUM, num_warps=warps, launch_pdl=on
-        )
-        return made
+@plans
+def _plans(
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
+    kv_start: Tensor | None, given_indptr: Tensor | None,
+) -> Plan:  # fmt: skip
+    device = out.get_device()
+    on, sms, bs, size = pdl(device), multiprocessors(device), length("kv_lens"), length("out")
+    programs = bs.at_least(1)
+
+    def lists(low: int, high: int, indptr: str, given: bool, chunk: int, warps: int) -> Step:
+        """Of more than `low` requests, up to `high`."""
+        run = kv_indices_kernel.bind(GIVEN=given, PDL=on, CHUNK=chunk, SUM=SUM, num_warps=warps, launch_pdl=on)
+        log = parts(programs, size.per(chunk), 4 * sms if given else sms)
+        args = (
+            "req_to_token", "req_pool_indices", "kv_lens", indptr, "out", "kv_start", bs, length("req_to_token"),
+            req_to_token.shape[1], req_to_token.stride(0), size, log,
+        )  # fmt: skip
+        return Step(run, programs.doubled(log), args, (("kv_lens", low, high),))
+
+    if given_indptr is not None:
+        found, low = [], -1
+        for n, chunk, warps in GIVEN:
+            high = min(n * sms // 2, ANY)
+            found.append(lists(low, high, "given_indptr", True, chunk, warps))
+            low = high
+        return Plan(tuple(found), returns="out")
+    few = MOST * sms
+    sums = sums_kernel.bind(PDL=on, BLOCK=BLOCK, SUM=4 * SUM, num_warps=4, launch_pdl=on)
+    return Plan(
+        (
+            lists(-1, few, "kv_indptr", False, CHUNK, 4),
+            Step(sums, length("kv_lens", per=BLOCK), ("kv_lens", "kv_indptr", bs, size), (("kv_lens", few, ANY),)),
+            lists(few, ANY, "kv_indptr", True, *GIVEN[-1][1:]),
+        ),
+        returns="out",
+    )
 
 
-class _Sums(dict[int, launch.Launch]):
-    def __missing__(self, device: int) -> launch.Launch:
-        on = pdl(device)
-        self[device] = made = sums_kernel.bind(PDL=on, BLOCK=BLOCK, SUM=4 * SUM, num_warps=4, launch_pdl=on)
-        return made
-
-
-_launches: _Launches = launch.keeps(_Launches())
-_sums: _Sums = launch.keeps(_Sums())
-
-
+@_plans.launcher
 def build_kv_indices(
     req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
     kv_start: Tensor | None = None, *, given_indptr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    bs, size = kv_lens.numel(), out.numel()
-    rows, width = req_to_token.shape
-    device = out.get_device()
-    sms, programs = multiprocessors(device), bs or 1
-    if given_indptr is None and bs > MOST * sms:
-        _sums[device].start(((bs + BLOCK - 1) // BLOCK, 1, 1), kv_lens, kv_indptr, bs, size)
-        given_indptr = kv_indptr
-    if given_indptr is None:
-        given_indptr, given, chunk, warps, most = kv_indptr, False, CHUNK, 4, sms
-    else:
-        chunk, warps = next((c, w) for n, c, w in GIVEN if 2 * programs <= n * sms)
-        given, most = True, 4 * sms
-    # Without sums no more parts than run at once: each adds up the lengths anew.
-    log = min(-(-size // chunk) or 1, most // programs or 1).bit_length() - 1
-    _launches[device, given, chunk, warps].start(
-        (programs << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
-        bs, rows, width, req_to_token.stride(0), size, log,
-    )  # fmt: skip
-    return out
+    return _plans.start(  # type: ignore[no-any-return]
+        req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start, given_indptr
+    )

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, lengths_and_starts, slot_of, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, lengths_and_starts, slot_of, steps, turns
 from hal.triton import launch
+from hal.triton.plans import Plan, length, plans
 
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 
@@ -66,20 +67,30 @@ def kv_indices_from_blocks_kernel(
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
 
 
-_launches = Launches(kv_indices_from_blocks_kernel, TILES, "PAGE", "WIDE")
+@plans
+def _plans(
+    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor, kv_start: Tensor | None,
+    keep_last: int,
+) -> Plan:  # fmt: skip
+    bs, size = length("kv_lens"), length("out")
+    keep = 2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1)
+    args = (
+        "block_table", "kv_lens", "kv_indptr", "out", "kv_start", bs, block_table.shape[1], block_table.stride(0), size,
+        keep,
+    )  # fmt: skip
+    # No more work than the last tokens: a buffer made for whole rows must not be split as finely as they.
+    found = steps(
+        kv_indices_from_blocks_kernel, TILES, "kv_lens", size.at_most(bs.times(keep)), out.get_device(), args,
+        PAGE=page_size, WIDE=out.dtype is int64,
+    )  # fmt: skip
+    return Plan(found, returns="out")
 
 
+@_plans.launcher
 def build_kv_indices_from_blocks(
     block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor,
     kv_start: Tensor | None = None, *, keep_last: int = -1,
 ) -> Tensor:  # fmt: skip
-    bs, size = kv_lens.numel(), out.numel()
-    device = out.get_device()
-    keep = 2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1)
-    # No more work than the last tokens: a buffer made for whole rows must not be split as finely as they.
-    programs, group, each, log = grid(bs, min(size, bs * keep), device, TILES)
-    _launches[device, page_size, out.dtype is int64, group].start(
-        programs, block_table, kv_lens, kv_indptr, out, kv_start,
-        bs, block_table.shape[1], block_table.stride(0), size, keep, each, log,
-    )  # fmt: skip
-    return out
+    return _plans.start(  # type: ignore[no-any-return]
+        block_table, kv_lens, page_size, kv_indptr, out, kv_start, keep_last
+    )

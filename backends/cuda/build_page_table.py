@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import pdl
 from hal.triton import launch
+from hal.triton.plans import Plan, Step, length, plans
 
 BLOCK = 256
 
@@ -38,26 +39,22 @@ def page_table_kernel(
     tl.store(out + i * out_stride + p, page.to(out.dtype.element_ty), p < columns)
 
 
-class _Launches(dict[tuple[int, int], launch.Launch]):
-    def __missing__(self, key: tuple[int, int]) -> launch.Launch:
-        device, page = key
-        on = pdl(device)
-        self[key] = page_table_kernel.bind(PAGE=page, PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
-        return self[key]
+@plans
+def _plans(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor) -> Plan:
+    on = pdl(out.get_device())
+    run = page_table_kernel.bind(PAGE=page_size, PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
+    pieces = -(-out.shape[1] // BLOCK)
+    args = (
+        "req_to_token", "req_pool_indices", "kv_lens", "out", length("req_to_token"), req_to_token.shape[1],
+        req_to_token.stride(0), out.shape[1], out.stride(0), pieces,
+    )  # fmt: skip
+    return Plan((Step(run, length("out", times=pieces), args),), returns="out")
 
 
-_launches: _Launches = launch.keeps(_Launches())
-
-
+@_plans.launcher
 def build_page_table(
     req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page_size: int, out: Tensor
 ) -> Tensor:
-    bs, columns = out.shape
-    if bs and columns:
-        rows, width = req_to_token.shape
-        pieces = -(-columns // BLOCK)
-        _launches[out.get_device(), page_size].start(
-            (bs * pieces, 1, 1), req_to_token, req_pool_indices, kv_lens, out,
-            rows, width, req_to_token.stride(0), columns, out.stride(0), pieces,
-        )  # fmt: skip
-    return out
+    return _plans.start(  # type: ignore[no-any-return]
+        req_to_token, req_pool_indices, kv_lens, page_size, out
+    )

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, extents, grid, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, steps, turns
 from hal.triton import launch
+from hal.triton.plans import ANY, Plan, length, plans
 
 TILES = {1: Tile(256, 256, 2), MANY: Tile(64, 1024, 4)}
 
@@ -52,13 +53,13 @@ def positions_kernel(
             tl.store(out + o, tl.full([CHUNK], -1, out.dtype.element_ty), o < size)
 
 
-_launches = Launches(positions_kernel, TILES)
+@plans
+def _plans(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None) -> Plan:
+    size, where = length("out"), () if indptr is not None else (("out", 0, ANY),)
+    args = ("prefix_lens", "seq_lens", "out", "indptr", length("prefix_lens"), size)
+    return Plan(steps(positions_kernel, TILES, "prefix_lens", size, out.get_device(), args, *where), returns="out")
 
 
+@_plans.launcher
 def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
-    bs, size = prefix_lens.numel(), out.numel()
-    if size or indptr is not None:
-        device = out.get_device()
-        programs, group, each, log = grid(bs, size, device, TILES)
-        _launches[device, group].start(programs, prefix_lens, seq_lens, out, indptr, bs, size, each, log)
-    return out
+    return _plans.start(prefix_lens, seq_lens, out, indptr)  # type: ignore[no-any-return]

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from hal.backends.cuda._device import multiprocessors
-
 CORE = ("get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer")
 _TABLE = {"bs": 1, "requests": 1, "width": 8192}
 _CACHE = {"kv_heads": 8, "head_dim": 128, "slots": 16}
@@ -138,33 +136,13 @@ def calls(op: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         new |= first("q") | all_of(0, 2, "qo_indptr", "kv_indptr") | elsewhere("out", "lse")
     elif op == "build_page_table":
         new |= all_of(0, 1, "req_pool_indices", "kv_lens") | elsewhere("out")
-    if new:
-        return [{**args, **new}]
-    # For few requests, and for many.
-    sms = multiprocessors(next(a for a in args.values() if isinstance(a, torch.Tensor)).get_device())
-    sizes: tuple[int, ...] = (1, 4 * sms + 1)
-    if op == "build_kv_indices":
-        sizes = (1, sms, 4 * sms + 1, 8 * sms + 1, 16 * sms + 1)  # one of each form, with sums that are given or made
-    lens = (
-        "req_pool_indices",
-        "start_offsets",
-        "end_offsets",
-        "prefix_lens",
-        "seq_lens",
-        "kv_lens",
-        "last_loc",
-        "kv_start",
-    )
-    return [
-        {
-            **args,
-            **({"block_table": args["block_table"].new_zeros(bs, 1)} if "block_table" in given else {}),
-            **all_of(0, bs, *lens),
-            **all_of(0, bs + 1, "indptr", "kv_indptr", "given_indptr"),
-            **all_of(0, bs if op == "alloc_decode" else 1, "out", "src"),
-        }
-        for bs in sizes
-    ]
+    else:
+        # What is for many requests is made ready along with what is for few.
+        lens = "start_offsets", "end_offsets", "prefix_lens", "seq_lens", "kv_lens", "last_loc", "kv_start"
+        new |= all_of(0, 1, "req_pool_indices", *lens, "out", "src")
+        new |= all_of(0, 2, "indptr", "kv_indptr", "given_indptr")
+        new |= {"block_table": args["block_table"].new_zeros(1, 1)} if "block_table" in given else {}
+    return [{**args, **new}]
 
 
 def status() -> dict[str, str]:

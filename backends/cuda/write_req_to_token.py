@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Launches, Tile, clamped, grid, turns
+from hal.backends.cuda._spans import MANY, Tile, clamped, steps, turns
 from hal.triton import launch
+from hal.triton.plans import ANY, Plan, length, plans
 
 TILES = {1: Tile(128, 256, 2), MANY: Tile(64, 256, 4)}
 
@@ -50,19 +51,20 @@ def write_kernel(
         total = tl.minimum(total + tl.sum(length, 0), size)
 
 
-_launches = Launches(write_kernel, TILES)
+@plans
+def _plans(
+    req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, src: Tensor
+) -> Plan:
+    size = length("src")
+    args = (
+        "req_to_token", "req_pool_indices", "start_offsets", "end_offsets", "src", length("req_pool_indices"),
+        length("req_to_token"), req_to_token.shape[1], req_to_token.stride(0), size,
+    )  # fmt: skip
+    return Plan(steps(write_kernel, TILES, "req_pool_indices", size, src.get_device(), args, ("src", 0, ANY)))
 
 
+@_plans.launcher
 def write_req_to_token(
     req_to_token: Tensor, req_pool_indices: Tensor, start_offsets: Tensor, end_offsets: Tensor, src: Tensor
 ) -> None:
-    bs, size = req_pool_indices.numel(), src.numel()
-    if not bs or not size:
-        return
-    rows, width = req_to_token.shape
-    device = src.get_device()
-    programs, group, each, log = grid(bs, size, device, TILES)
-    _launches[device, group].start(
-        programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
-        bs, rows, width, req_to_token.stride(0), size, each, log,
-    )  # fmt: skip
+    _plans.start(req_to_token, req_pool_indices, start_offsets, end_offsets, src)

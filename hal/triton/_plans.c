@@ -3,14 +3,14 @@
    A plan is found by the words that _call.c reads off a call; pointers, first sizes and floats go where the plan says.
    Whatever is not known, or not as before, is for `slow`, with the call as it was read. */
 
-enum { STEPS = 6, TERMS = 2, RANGES = 2, BUCKETS = 256, PLANS = 4096 };
+enum { STEPS = 6, NUMBERS = 96, RANGES = 2, BUCKETS = 256, PLANS = 4096 };
 
-typedef struct { int64_t start; int count; struct { int arg; int64_t by, per, times; } term[TERMS]; } Size;
-typedef struct { char kind; int arg; uint32_t key; Value value; Size size; } Source;   /* a constant, arg, size, scratch */
-typedef struct { Launch *launch; int ranges; struct { int arg; int64_t low, high; } range[RANGES]; Size grid;
+typedef struct { int op; int64_t a, b; } Number;       /* a constant, a length, or of two numbers before it */
+typedef struct { char kind; int at; uint32_t key; Value value; } Source;   /* a constant, arg, number, scratch */
+typedef struct { Launch *launch; int ranges; struct { int arg; int64_t low, high; } range[RANGES]; int grid;
                  Source sources[MOST]; } Step;
-typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, scratched, returns; int64_t last;
-                      Size scratch; Step *steps; int64_t key[]; } Plan;
+typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, numbers, scratch, returns;
+                      int64_t last; PyObject *dtype; Step *steps; Number number[NUMBERS]; int64_t key[]; } Plan;
 typedef struct Scratch { struct Scratch *next; int device; void *stream; int64_t size; uint64_t at; } Scratch;
 
 typedef struct {
@@ -32,11 +32,25 @@ static Plan *plan_of(Plans *self, const Call *call) {
   return NULL;
 }
 
-static int64_t evaluate(const Size *s, const Call *call) {
-  int64_t sum = s->start;
-  for (int i = 0; i < s->count; i++)
-    sum += (call->args[s->term[i].arg].length * s->term[i].by + s->term[i].per - 1) / s->term[i].per * s->term[i].times;
-  return sum;
+/* All numbers of a plan. What is divided by 0 or shifted out of 64 bits belongs to no launch that is due. */
+static void compute(const Plan *plan, const Call *call, int64_t *to) {
+  for (int i = 0; i < plan->numbers; i++) {
+    const Number *n = &plan->number[i];
+    int64_t a = n->a, b = n->b;
+    if (n->op == 'n') { to[i] = a; continue; }
+    if (n->op == 'l') { to[i] = call->args[a].length; continue; }
+    a = to[a], b = to[b];
+    switch (n->op) {
+      case '+': to[i] = a + b; break;
+      case '*': to[i] = (int64_t)((uint64_t)a * (uint64_t)b); break;
+      case '/': to[i] = b > 0 ? a / b : 0; break;
+      case 'u': to[i] = b > 0 ? (a + b - 1) / b : 0; break;
+      case '<': to[i] = a < b ? a : b; break;
+      case '>': to[i] = a > b ? a : b; break;
+      case 's': to[i] = b >= 0 && b < 63 ? (int64_t)((uint64_t)a << b) : 0; break;
+      default: to[i] = a > 0 ? 63 - __builtin_clzll((uint64_t)a) : 0;
+    }
+  }
 }
 
 static uint64_t scratch_of(Plans *self, int device, void *stream, int64_t size) {
@@ -48,29 +62,30 @@ static uint64_t scratch_of(Plans *self, int device, void *stream, int64_t size) 
 }
 
 /* A kernel's arguments by their sources. */
-static void take(const Step *step, const Call *call, uint64_t scratch, uint32_t *key, Value *values) {
+static void take(const Step *step, const Call *call, const int64_t *numbers, uint64_t scratch, uint32_t *key, Value *values) {
   for (Py_ssize_t i = 0; i < step->launch->count; i++) {
     const Source *s = &step->sources[i];
     uint8_t param = step->launch->params[i];
     switch (s->kind) {
       case 'c': key[i] = s->key; values[i] = s->value; break;
-      case 'a': key[i] = call->args[s->arg].key;
+      case 'a': key[i] = call->args[s->at].key;
                 if (key[i] >> 28 == POINTER >> 28 && !(param & SPECIALISED)) key[i] |= 1;
-                values[i] = call->args[s->arg].value;
+                values[i] = call->args[s->at].value;
                 break;
-      case 's': values[i].i = evaluate(&s->size, call); key[i] = integer(param, values[i].i); break;
-      default: values[i].u = scratch + 4u * (uint64_t)evaluate(&s->size, call);
+      case 's': values[i].i = numbers[s->at]; key[i] = integer(param, values[i].i); break;
+      default: values[i].u = scratch + 4u * (uint64_t)numbers[s->at];
                key[i] = POINTER | 2u << 12 | 32u << 4 | (!(param & SPECIALISED) || (values[i].u & 15) == 0);
     }
   }
 }
 
 /* A new contiguous tensor like an argument, its last size `last`; read into the last of the call's arguments. */
-static PyObject *allocate(PyObject *like, int64_t last, Given *to) {
+static PyObject *allocate(PyObject *like, int64_t last, PyObject *dtype, Given *to) {
   Tensor t;
   int64_t step = 1;
   if (exchange->read(like, &t) != 0) return NULL;
-  PyObject *args[] = {PyTuple_New(t.ndim), PyTuple_New(t.ndim), PyObject_GetAttr(like, s_dtype)}, *made = NULL;
+  PyObject *of = dtype == Py_None ? PyObject_GetAttr(like, s_dtype) : Py_NewRef(dtype);
+  PyObject *args[] = {PyTuple_New(t.ndim), PyTuple_New(t.ndim), of}, *made = NULL;
   for (int i = t.ndim - 1; args[0] != NULL && args[1] != NULL && i >= 0; i--) {
     int64_t size = i == t.ndim - 1 && last >= 0 ? last : t.shape[i];
     PyTuple_SET_ITEM(args[0], i, PyLong_FromLongLong(size));
@@ -90,14 +105,16 @@ static PyObject *start_plan(Plans *self, PyObject *const *args, Call *call) {
   int count = 0;
   void *stream;
   uint64_t scratch = 0;
+  int64_t numbers[NUMBERS];
   CUdevice now;
   PyObject *found = NULL;
   const Plan *plan = plan_of(self, call);
   if (plan == NULL || current_device(&now) != CUDA_SUCCESS || now != call->device
       || exchange->stream(device_type, call->device, &stream) != 0) goto none;
-  if (plan->scratched && (scratch = scratch_of(self, call->device, stream, evaluate(&plan->scratch, call))) == 0) goto none;
+  compute(plan, call, numbers);
+  if (plan->scratch >= 0 && (scratch = scratch_of(self, call->device, stream, numbers[plan->scratch])) == 0) goto none;
   found = plan->returns < 0 ? Py_None : args[plan->returns];
-  found = plan->last ? allocate(found, plan->last, &call->args[self->count]) : Py_NewRef(found);
+  found = plan->last ? allocate(found, plan->last, plan->dtype, &call->args[self->count]) : Py_NewRef(found);
   if (found == NULL) goto none;
   for (int i = 0; i < plan->count; i++) {
     const Step *step = &plan->steps[i];
@@ -106,16 +123,16 @@ static PyObject *start_plan(Plans *self, PyObject *const *args, Call *call) {
       int64_t length = call->args[step->range[r].arg].length;
       within &= length > step->range[r].low && length <= step->range[r].high;
     }
-    int64_t grid = evaluate(&step->grid, call);
+    int64_t grid = numbers[step->grid];
     if (!within || grid == 0) continue;
     uint32_t key[MOST];
     Started *s = &all[count++];
-    take(step, call, scratch, key, s->values);
+    take(step, call, numbers, scratch, key, s->values);
     if (grid < 0 || grid > INT32_MAX || !ready(step->launch, key, call->device, s)) goto none;
     s->grid[0] = (unsigned)grid;
     s->grid[1] = s->grid[2] = 1;
   }
-  if (!begin(all, count, stream, plan->scratched ? &pairs : NULL)) Py_CLEAR(found);
+  if (!begin(all, count, stream, plan->scratch >= 0 ? &pairs : NULL)) Py_CLEAR(found);
   return found;
 none:
   Py_XDECREF(found);
@@ -161,28 +178,28 @@ static PyObject *handed(PyObject *object, PyObject *const *args, Py_ssize_t coun
   return warm(object, args + 1, (size_t)(count - 1), NULL);
 }
 
-static int size_of(PyObject *from, Py_ssize_t args, Size *to) {
-  if (!PyTuple_Check(from) || PyTuple_GET_SIZE(from) < 1 || PyTuple_GET_SIZE(from) > 1 + TERMS) return 0;
-  to->start = PyLong_AsLongLong(PyTuple_GET_ITEM(from, 0));
-  to->count = (int)PyTuple_GET_SIZE(from) - 1;
-  for (int i = 0; i < to->count; i++) {
-    long long by, per, times;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(from, i + 1), "iLLL", &to->term[i].arg, &by, &per, &times)) return 0;
-    to->term[i].by = by;
-    to->term[i].per = per;
-    to->term[i].times = times;
-    if (per < 1 || to->term[i].arg < 0 || to->term[i].arg >= args) return 0;
+/* ((op, a, b), ...) as a plan's numbers, each of those before it. */
+static int numbers_of(PyObject *from, Py_ssize_t args, Plan *to) {
+  if (PyTuple_GET_SIZE(from) > NUMBERS) return 0;
+  for (to->numbers = 0; to->numbers < PyTuple_GET_SIZE(from); to->numbers++) {
+    Number *n = &to->number[to->numbers];
+    long long a, b;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(from, to->numbers), "CLL", &n->op, &a, &b) || strchr("nl+*/u<>sg", n->op) == NULL)
+      return 0;
+    n->a = a, n->b = b;
+    if (n->op != 'n' && (a < 0 || b < 0 || a >= (n->op == 'l' ? args : to->numbers) || b >= (n->op == 'l' ? 1 : to->numbers)))
+      return 0;
   }
-  return !PyErr_Occurred();
+  return 1;
 }
 
 /* (launch, ranges, grid, sources) as a step. */
-static int step_of(PyObject *from, Py_ssize_t args, Step *to) {
-  PyObject *launch, *ranges, *grid, *sources;
-  if (!PyArg_ParseTuple(from, "O!O!OO!", &launch_type, &launch, &PyTuple_Type, &ranges, &grid, &PyTuple_Type, &sources)) return 0;
+static int step_of(PyObject *from, Py_ssize_t args, int numbers, Step *to) {
+  PyObject *launch, *ranges, *sources;
+  if (!PyArg_ParseTuple(from, "O!O!iO!", &launch_type, &launch, &PyTuple_Type, &ranges, &to->grid, &PyTuple_Type, &sources)) return 0;
   Launch *kernel = (Launch *)launch;
   to->ranges = (int)PyTuple_GET_SIZE(ranges);
-  if (to->ranges > RANGES || PyTuple_GET_SIZE(sources) != kernel->count || !size_of(grid, args, &to->grid)) return 0;
+  if (to->ranges > RANGES || PyTuple_GET_SIZE(sources) != kernel->count || to->grid < 0 || to->grid >= numbers) return 0;
   for (int i = 0; i < to->ranges; i++) {
     long long low, high;
     if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ranges, i), "iLL", &to->range[i].arg, &low, &high)) return 0;
@@ -199,16 +216,10 @@ static int step_of(PyObject *from, Py_ssize_t args, Step *to) {
       if (!read_argument(kernel->params[i], s, &source->key, &source->value, &device) || device >= 0) return 0;
       continue;
     }
-    PyObject *of;
     int kind;
-    if (!PyArg_ParseTuple(s, "CO", &kind, &of)) return 0;
+    if (!PyArg_ParseTuple(s, "Ci", &kind, &source->at) || source->at < 0) return 0;
+    if (kind == 'a' ? source->at > args : source->at >= numbers) return 0;
     source->kind = (char)kind;
-    if (kind == 'a') {
-      source->arg = (int)PyLong_AsLong(of);
-      if (source->arg < 0 || source->arg > args) return 0;
-    } else if (!size_of(of, args, &source->size)) {
-      return 0;
-    }
   }
   to->launch = (Launch *)Py_NewRef(launch);
   return 1;
@@ -216,6 +227,7 @@ static int step_of(PyObject *from, Py_ssize_t args, Step *to) {
 
 static void drop(Plan *plan) {
   for (int i = 0; i < plan->count; i++) Py_XDECREF(plan->steps[i].launch);
+  Py_XDECREF(plan->dtype);
   PyMem_Free(plan->steps);
   PyMem_Free(plan);
 }
@@ -229,27 +241,29 @@ static void drop_all(Plans *self) {
   self->plans = 0;
 }
 
-/* learn(call, steps, scratch, returns, last): do this for such a call from now on. It returns an argument (-1: None),
-   or, where `last` is not 0, a new tensor like it, its last size `last` (-1: the same). */
+/* learn(call, numbers, steps, scratch, returns, last, dtype): do this for such a call from now on. Which number its
+   scratch is (-1: none). It returns an argument (-1: None), or, where `last` is not 0, a new tensor like it, its last
+   size `last` (-1: the same), its dtype another or None. */
 static PyObject *learn(PyObject *object, PyObject *given) {
   Plans *self = (Plans *)object;
-  PyObject *read, *steps, *scratch;
-  int returns;
+  PyObject *read, *numbers, *steps, *dtype;
+  int scratch, returns;
   long long last;
-  if (!PyArg_ParseTuple(given, "O!O!OiL", &call_type, &read, &PyTuple_Type, &steps, &scratch, &returns, &last)) return NULL;
+  if (!PyArg_ParseTuple(given, "O!O!O!iiLO", &call_type, &read, &PyTuple_Type, &numbers, &PyTuple_Type, &steps, &scratch,
+                        &returns, &last, &dtype)) return NULL;
   const Call *call = (Call *)read;
   if (PyTuple_GET_SIZE(steps) > STEPS || call->words == 0 || returns >= self->count || plan_of(self, call) != NULL)
     Py_RETURN_FALSE;
   Plan *plan = PyMem_Calloc(1, sizeof(Plan) + sizeof(int64_t) * call->words);
   if (plan == NULL) return PyErr_NoMemory();
   plan->steps = PyMem_Calloc(STEPS, sizeof(Step));
-  int good = plan->steps != NULL;
   plan->returns = returns;
   plan->last = last;
-  plan->scratched = scratch != Py_None;
-  if (good && plan->scratched) good = size_of(scratch, self->count, &plan->scratch);
+  plan->dtype = Py_NewRef(dtype);
+  plan->scratch = scratch;
+  int good = plan->steps != NULL && numbers_of(numbers, self->count, plan) && scratch < plan->numbers;
   for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(steps); i++)
-    if ((good = step_of(PyTuple_GET_ITEM(steps, i), self->count, &plan->steps[i]))) plan->count++;
+    if ((good = step_of(PyTuple_GET_ITEM(steps, i), self->count, plan->numbers, &plan->steps[i]))) plan->count++;
   if (!good) {
     drop(plan);
     PyErr_Clear();

@@ -22,7 +22,8 @@ Example:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -36,29 +37,66 @@ from hal.triton import launch
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 MOST = 2**31 - 2**10
 """The longest that an argument may be whose plans are remembered: what is a tile past it is still an int32."""
+ANY = 2**62
+"""More than any length: of a range that has no end."""
 LIMIT = 4096
 """Kinds of calls that are remembered of an op, forgotten all at once."""
 
 
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add, "*": operator.mul, "/": operator.floordiv, "u": lambda a, b: -(-a // b), "<": min, ">": max,
+    "s": operator.lshift, "g": lambda a, b: (a // b).bit_length() - 1,
+}  # fmt: skip
+"""What ``_plans.c`` does with two numbers, of which none is negative but in sums."""
+
+
 @dataclass(frozen=True)
 class Size:
-    """A number that follows from lengths; a tensor's length is its first size. At most two terms."""
+    """A number that follows from lengths; a tensor's length is its first size."""
 
-    start: int = 0
-    terms: tuple[tuple[str, int, int, int], ...] = ()
-    """(argument, by, per, times): times * ceil(length * by / per)."""
+    of: int | str | tuple[str, Size, Size] = 0
+    """A constant, the length of an argument, or one of `OPERATIONS` on two others."""
+
+    def _with(self, op: str, other: int | Size) -> Size:
+        return Size((op, self, other if isinstance(other, Size) else Size(other)))
 
     def __add__(self, other: int | Size) -> Size:
-        other = Size(other) if isinstance(other, int) else other
-        return Size(self.start + other.start, self.terms + other.terms)
+        return self._with("+", other)
 
-    def times(self, n: int) -> Size:
-        return Size(self.start * n, tuple((name, by, per, times * n) for name, by, per, times in self.terms))
+    def times(self, other: int | Size) -> Size:
+        return self if other == 1 else self._with("*", other)
+
+    def per(self, other: int | Size) -> Size:
+        """Divided, rounded up."""
+        return self if other == 1 else self._with("u", other)
+
+    def within(self, other: int | Size) -> Size:
+        """How often it fits into `other`."""
+        return (other if isinstance(other, Size) else Size(other))._with("/", self)
+
+    def at_least(self, other: int | Size) -> Size:
+        return self._with(">", other)
+
+    def at_most(self, other: int | Size) -> Size:
+        return self._with("<", other)
+
+    def log2(self) -> Size:
+        """Rounded down, of a number that is not 0."""
+        return self._with("g", 1)
+
+    def doubled(self, times: Size) -> Size:
+        return self._with("s", times)
+
+    def value(self, lengths: Mapping[str, int]) -> int:
+        if isinstance(self.of, tuple):
+            op, a, b = self.of
+            return OPERATIONS[op](a.value(lengths), b.value(lengths))
+        return lengths[self.of] if isinstance(self.of, str) else self.of
 
 
 def length(argument: str, *, by: int = 1, per: int = 1, times: int = 1) -> Size:
     """times * ceil(length * by / per)"""
-    return Size(0, ((argument, by, per, times),))
+    return Size(argument).times(by).per(per).times(times)
 
 
 @dataclass(frozen=True)
@@ -89,6 +127,8 @@ class Result(NamedTuple):
 
     like: str
     last: int = -1
+    dtype: torch.dtype | None = None
+    """If not the argument's."""
 
 
 class Plan(NamedTuple):
@@ -142,25 +182,21 @@ class plans(dict[Any, Plan]):
         if isinstance(plan.returns, Result):
             like = given[plan.returns.like]
             shape = like.shape if plan.returns.last < 0 else (*like.shape[:-1], plan.returns.last)
-            given[RESULT] = torch.empty(shape, dtype=like.dtype, device=like.device)
-
-        def size(of: Size) -> int:
-            return of.start + sum(-(-lengths[n] * by // per) * times for n, by, per, times in of.terms)
-
-        scratch = None if plan.scratch is None else self._workspace(args[0].device, size(plan.scratch))
+            given[RESULT] = torch.empty(shape, dtype=plan.returns.dtype or like.dtype, device=like.device)
+        scratch = None if plan.scratch is None else self._workspace(args[0].device, plan.scratch.value(lengths))
 
         def value(of: Any) -> Any:
             if isinstance(of, str):
                 return float(given[of]) if isinstance(given[of], int) else given[of]
             if isinstance(of, Scratch):
-                return scratch[size(of.elements) :]  # type: ignore[index]
-            return size(of) if isinstance(of, Size) else of
+                return scratch[of.elements.value(lengths) :]  # type: ignore[index]
+            return of.value(lengths) if isinstance(of, Size) else of
 
         started: list[tuple[Any, ...]] = []
         others: list[tuple[Any, ...]] = []
         for step in plan.steps:
             within = all(low < lengths[name] <= high for name, low, high in step.where)
-            (started if within else others).append((step.run, size(step.grid), tuple(map(value, step.args))))
+            (started if within else others).append((step.run, step.grid.value(lengths), tuple(map(value, step.args))))
         if new and started:
             # All at once: a request must not wait for the compiler because more tokens came.
             for run, _, each in others:
@@ -178,30 +214,43 @@ class plans(dict[Any, Plan]):
     def _teach(self, plan: Plan, call: Any) -> None:
         """Has ``_plans.c`` do the same from now on."""
         at = {name: i for i, name in enumerate((*self.names, RESULT))}
+        numbers: list[tuple[str, int, int]] = []
+        places: dict[Size, int] = {}
 
-        def numbered(of: Size) -> tuple[Any, ...]:
-            return (of.start, *((at[name], *how) for name, *how in of.terms))
+        def number(size: Size) -> int:
+            """Where among the numbers of the plan it is."""
+            if size not in places:
+                if isinstance(size.of, tuple):
+                    op, a, b = size.of
+                    made = op, number(a), number(b)
+                else:
+                    made = ("l", at[size.of], 0) if isinstance(size.of, str) else ("n", size.of, 0)
+                places[size] = len(numbers)
+                numbers.append(made)
+            return places[size]
 
         def source(of: Any) -> Any:
             if isinstance(of, str):
                 return "a", at[of]
             if isinstance(of, Scratch):
-                return "w", numbered(of.elements)
-            return ("s", numbered(of)) if isinstance(of, Size) else of
+                return "w", number(of.elements)
+            return ("s", number(of)) if isinstance(of, Size) else of
 
         steps = tuple(
             (
                 step.run.native,
                 tuple((at[name], low, high) for name, low, high in step.where),
-                numbered(step.grid),
+                number(step.grid),
                 tuple(map(source, step.args)),
             )
             for step in plan.steps
         )
         for (device, stream), found in self._scratch.items():
             self.native.lend(device, stream, found.numel(), found.data_ptr())
-        like, last = plan.returns if isinstance(plan.returns, Result) else (plan.returns, 0)
-        self.native.learn(call, steps, plan.scratch and numbered(plan.scratch), -1 if like is None else at[like], last)
+        returns = plan.returns if isinstance(plan.returns, Result) else Result(plan.returns or "", 0)
+        scratch = -1 if plan.scratch is None else number(plan.scratch)
+        like = at.get(returns.like, -1)
+        self.native.learn(call, tuple(numbers), steps, scratch, like, returns.last, returns.dtype)
 
     def _workspace(self, device: torch.device, size: int) -> Tensor:
         """fp32 scratch of at least `size` elements."""

@@ -1,5 +1,6 @@
 """Plans: one key for a call's launches, in C and in Python; what is started by them, and when not."""
 
+import importlib
 import threading
 from typing import Any
 
@@ -9,6 +10,8 @@ import triton.language as tl
 from launch.rig import BASE, CPU, EMPTY, Driver, helper
 from triton import knobs
 
+from hal.backends.cuda import _device
+from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
 from hal.triton.plans import MOST, Plan, Scratch, Size, Step, key_of, length, plans
 
@@ -233,3 +236,62 @@ def test_threads_start_their_pairs_together(rig: Rig) -> None:
     for t in threads:
         t.join()
     assert [f for f, *_ in rig.driver.started] == [7, 8] * 200
+
+
+def test_numbers_are_the_same_in_c(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = length("a"), length("b")
+    numbers = (
+        a + -3, a.times(b), a.per(b), b.within(a), a.at_least(20), a.at_most(20), (a + b).log2(), a.doubled(b.log2()),
+        (a + b).per(8).at_least(1).within(132).at_least(1).at_most(b.per(3)).log2(),
+    )  # fmt: skip
+    kernel = launch.jit(do_not_specialize=("n",))(second)
+    for number in numbers:
+        monkeypatch.setattr(
+            rig.plans, "make", lambda *_, n=number: Plan((Step(kernel.bind(BLOCK=64), n, ("b", "a", n)),))
+        )
+        rig.plans.clear()
+        rig(A, B)
+        for x, y in ((A, B), (BASE[512:544].view(1, 32), BASE[128:224]), (BASE[:992].view(31, 32), BASE[992:999])):
+            want = number.value({"a": len(x), "b": len(y)})
+            if want >= 1:
+                assert rig(x, y) == [(8, (want, 1, 1))]
+                assert int.from_bytes(rig.driver.started[0][2][2], "little") == want
+
+
+class Counted(plans):
+    by_python = 0
+
+    def _start(self, call: Any, *args: Any) -> Any:
+        self.by_python += 1
+        return super()._start(call, *args)
+
+    def _workspace(self, device: torch.device, size: int) -> torch.Tensor:
+        return self._scratch.setdefault((0, 0), torch.zeros(1 << 20, dtype=torch.float32, device="cpu"))
+
+
+@pytest.mark.parametrize("op", [op for op in BUILTIN if op not in ("kv_transfer", "kv_move")])
+def test_c_starts_what_every_op_plans(helper: Any, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """No plan is larger than there is room for: the second call of a kind is not Python's."""
+    driver = Driver()
+    helper.drive(CPU, *driver.addresses(), knobs.runtime, knobs.compilation, EMPTY)
+    monkeypatch.setattr(launch, "_helper", lambda: helper)
+    monkeypatch.setattr(launch, "lane", lambda: "device")
+    monkeypatch.setattr(_device, "_arch", lambda device: 90)
+
+    def run(bound: launch.Launch, grid: Any, args: tuple[Any, ...], warmup: bool = False) -> None:
+        codes = "".join("-" if a is None else {int: "l", float: "f"}.get(type(a), "p") for a in args)
+        bound.native.add(args, 7, 4, 96, True, codes)
+
+    monkeypatch.setattr(launch.Launch, "_run", run)
+    launch.forget()
+    made = Counted(importlib.import_module(f"hal.backends.cuda.{op}")._plans.make)
+    spec = get_spec(op)
+    for sample in [s for s in spec.samples if not s.large and s.control is None][::4]:
+        args = (*spec.bind(**spec.make(**sample.params)).values(),)
+        made.start(*args)
+        known = made.by_python
+        driver.started.clear()
+        made.start(*args)
+        assert made.by_python == known
+        assert driver.started
+    launch.forget()

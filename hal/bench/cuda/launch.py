@@ -100,6 +100,8 @@ def host_calls(quick: bool = False) -> list[Row]:
     decode, extend, few = (attention.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150)))
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
         "get_last_loc": ((inputs.req_to_token(), index, index + 1), {}, ()),
+        "compute_positions": ((index, index + 4, torch.empty_like(index).repeat(4)), {}, ()),
+        "alloc_decode": ((index + 1, index - 1, index, 1, torch.empty_like(index)), {}, ()),
         "kv_write": (tuple(rope[n] for n in ("k", "v", "k_cache", "v_cache", "slots")), {}, ()),
         "rope_kv_write": (tuple(rope.values()), {}, ()),
         **{

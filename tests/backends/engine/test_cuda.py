@@ -35,7 +35,11 @@ def samples(op: str) -> list[Sample]:
     from hal.backends.cuda import inspect
 
     def constants(sample: Sample) -> set[Any]:  # of kernels that are not Hopper's alone
-        return {(call.kernel.name, *x) for call, _ in inspect.calls(op, sample, 100) for x in call.static.items()}
+        return {
+            (call.kernel.name, *x)
+            for call, _ in inspect.calls(op, sample, 100, ready=False)
+            for x in call.static.items()
+        }
 
     starts = []
     for sample in get_spec(op).samples:
