@@ -14,7 +14,7 @@ from hal.ops.alloc_extend import largest_page
 from hal.ops.proofs.compute_positions import lengths
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -48,11 +48,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
 
 
 def want_of(values: list[int], needed: int, out: Tensor) -> dict[str, Want]:
-    value, total = _host.tensor(values, dtype=out.dtype), _host.tensor([needed])
-    return {
-        "out": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),)),
-        "return": Want(_host.ones(1, dtype=torch.bool), (Candidate(total),)),
-    }
+    return {"out": exactly(values, out.dtype), "return": exactly([needed], torch.int64)}
 
 
 def open_slots(g: torch.Generator, tokens: Tensor, page_size: int, dtype: torch.dtype, kind: str) -> Tensor:

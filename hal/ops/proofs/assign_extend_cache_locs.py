@@ -11,7 +11,7 @@ from hal import _host
 from hal.ops._spans import columns
 from hal.ops.proofs.fresh import MANY, TOKENS, Wide, table_fresh
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused, row_view, spans
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -25,8 +25,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             break
         stop = min(end, start + capacity - len(want))
         want += columns(table[r] if 0 <= r < rows else None, start, stop)
-    value = _host.tensor(want + [-1] * (capacity - len(want)), dtype=out.dtype)
-    full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
+    full = exactly(want + [-1] * (capacity - len(want)), out.dtype)
     return {"out": full, "return": full}
 
 

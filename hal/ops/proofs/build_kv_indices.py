@@ -12,7 +12,7 @@ from hal import _host
 from hal.ops._spans import columns, extent
 from hal.ops.proofs.assign_extend_cache_locs import FRESH
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, refused, row_view, spans
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Candidate, Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -56,13 +56,9 @@ def listing(values: list[int], lens: list[int], a: Mapping[str, Any]) -> dict[st
     value = out.clone()
     value[: len(values)] = _host.tensor(values, dtype=out.dtype)
     named = _host.arange(out.shape[0]) < len(values)
-    sums = _host.tensor([min(x, out.shape[0]) for x in accumulate(lens, initial=0)], dtype=indptr.dtype)
+    sums = [min(x, out.shape[0]) for x in accumulate(lens, initial=0)]
     listed = Want(named, (Candidate(value),))
-    return {
-        "kv_indptr": Want(torch.ones_like(sums, dtype=torch.bool), (Candidate(sums),)),
-        "out": listed,
-        "return": listed,
-    }
+    return {"kv_indptr": exactly(sums, indptr.dtype), "out": listed, "return": listed}
 
 
 def make(

@@ -11,7 +11,7 @@ from hal import _host
 from hal.ops.proofs.alloc_extend import PAGE_ERRORS
 from hal.ops.proofs.fresh import COLUMNS, MANY, PAIRS, Wide, table_fresh
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused, row_view
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -23,7 +23,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
         if 0 <= r < rows:
             firsts = table[r, : min(max(n, 0), width) : page].tolist()[: out.shape[1]]
             value[i, : len(firsts)] = _host.tensor([s // page if s >= 0 else -1 for s in firsts], dtype=out.dtype)
-    full = Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
+    full = exactly(value, out.dtype)
     return {"out": full, "return": full}
 
 

@@ -13,7 +13,7 @@ from hal import _host
 from hal.ops._spans import extent
 from hal.ops.proofs.fresh import MANY, REQUESTS, ROWS, TOKENS, Fresh, Wide
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, of_dtypes, randint, refused
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -24,17 +24,12 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     values: list[int] = []
     for prefix, seq in spans:
         values += range(prefix, min(seq, prefix + capacity - len(values)))
-    full = _exactly(values + [-1] * (capacity - len(values)), out)
+    full = exactly(values + [-1] * (capacity - len(values)), out.dtype)
     want = {"out": full, "return": full}
     if indptr is not None:
         sums = accumulate((s - p for p, s in spans), initial=0)
-        want["indptr"] = _exactly([min(x, capacity) for x in sums], indptr)
+        want["indptr"] = exactly([min(x, capacity) for x in sums], indptr.dtype)
     return want
-
-
-def _exactly(values: list[int], like: Tensor) -> Want:
-    value = _host.tensor(values, dtype=like.dtype)
-    return Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
 
 
 def lengths(

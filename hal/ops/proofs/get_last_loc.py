@@ -11,7 +11,7 @@ import torch
 from hal import _host
 from hal.ops.proofs.fresh import table_fresh
 from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, randint, refused, row_view
-from hal.ops.proofs.judge import Candidate, Want
+from hal.ops.proofs.judge import Want, exactly
 from hal.ops.spec import Proof, Sample
 
 
@@ -21,8 +21,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     out = [
         int(table[r, p - 1]) if 0 <= r < rows and 0 < p <= width else -1 for r, p in zip(requests, lens, strict=True)
     ]
-    value = _host.tensor(out, dtype=a["prefix_lens"].dtype)
-    return {"return": Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))}
+    return {"return": exactly(out, a["prefix_lens"].dtype)}
 
 
 def make(

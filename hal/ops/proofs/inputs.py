@@ -67,6 +67,27 @@ def spans(g: torch.Generator, bs: int, width: int, longest: int, skew: bool) -> 
     return (_host.rand(bs, generator=g) * (width + 1 - length)).to(torch.int64), length
 
 
+def some_slots(g: torch.Generator, n: int, slots: int) -> Tensor:
+    """`n` of so many in random order: different ones, as far as there are."""
+    order = _host.randperm(slots, generator=g)
+    return order[:n] if n <= slots else randint(g, 0, slots, (n,))
+
+
+def arranged(parts: list[Tensor], kind: str) -> list[Tensor]:
+    """Rows ``[n, size]`` as ``separate``; ``fused``, views of one tensor; ``misaligned``, off a 16-byte boundary."""
+    if kind == "fused":
+        return list(torch.split(torch.cat(parts, dim=1), [p.shape[1] for p in parts], dim=1))
+    if kind == "misaligned":
+        return [torch.cat([_host.zeros(1, dtype=p.dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
+    return parts
+
+
+def cos_sin_table(g: torch.Generator, positions: int, rotary: int, dtype: torch.dtype) -> Tensor:
+    """``[positions, rotary]``, cosines and then sines."""
+    angle = _host.rand(positions, rotary // 2, generator=g) * 6.3
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype)
+
+
 def odd_indices(index: Tensor, limit: int, kind: str, dtype: torch.dtype, by: int = 0) -> Tensor:
     """`index` in `dtype`, with a part of it made odd.
 

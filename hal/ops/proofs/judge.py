@@ -72,6 +72,12 @@ class Want:
     free: bool = False
 
 
+def exactly(values: Tensor | list[int], dtype: torch.dtype) -> Want:
+    """Every element, bit for bit."""
+    value = values if isinstance(values, Tensor) else _host.tensor(values, dtype=dtype)
+    return Want(torch.ones_like(value, dtype=torch.bool), (Candidate(value),))
+
+
 def largest(dtype: torch.dtype) -> float:
     """The largest finite number of a float dtype."""
     return float(torch.finfo(dtype).max)

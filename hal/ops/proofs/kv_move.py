@@ -10,9 +10,9 @@ import torch
 from hal import _host
 from hal.ops.kv_transfer import SPEC as TRANSFER
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint, refused
+from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, refused, some_slots
 from hal.ops.proofs.judge import Want
-from hal.ops.proofs.kv_transfer import make_pool
+from hal.ops.proofs.kv_transfer import FEW, LAYOUTS, layout_tag, make_pool, rows_of
 from hal.ops.spec import ErrorSample, Proof, Sample
 
 
@@ -46,12 +46,9 @@ def make(
     ``shift`` (consecutive slots, one up), ``back`` (one down), ``swap`` (pairs), ``random`` (sources and targets
     drawn apart), ``spread`` (one row to many slots). room: layers that the workspace holds; spare: bytes beyond.
     """
-    g, kind = generator(seed), FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
-    row = (head_dim,) if mla else (heads, head_dim)
-    v_row = None if mla else (heads, v_head_dim or head_dim)
-    pool = make_pool(g, layout, slots, page, num_layers, row, v_row, kind, view)
-    source = _host.randperm(slots, generator=g)
-    source = source[:n] if n <= slots else randint(g, 0, slots, (n,))
+    g = generator(seed)
+    pool = make_pool(g, layout, slots, page, num_layers, rows_of(heads, head_dim, v_head_dim, mla), dtype, view)
+    source = some_slots(g, n, slots)
     if order in ("shift", "back"):
         source = _host.arange(n) % max(1, slots - 1) + (order == "back")
         target = source + (1 if order == "shift" else -1)
@@ -59,8 +56,7 @@ def make(
         target = source.clone()
         target[: n // 2], target[n // 2 : n // 2 * 2] = source[n // 2 : n // 2 * 2], source[: n // 2]
     elif order == "random":
-        target = _host.randperm(slots, generator=g)
-        target = target[:n] if n <= slots else randint(g, 0, slots, (n,))
+        target = some_slots(g, n, slots)
     elif order == "spread":
         target, source = source, source[:1].expand(n)
     else:
@@ -80,31 +76,21 @@ def make(
 _bad = refused(make, n=3)
 
 
-_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-
-
 _ORDERS = ("cycle", "shift", "back", "swap", "random", "spread")
-
-
-def _tag(layout: str) -> str:
-    return "feature:page_head" if layout == "page_head" else "required"
-
-
-_FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{layout}", {"layout": layout}, _tag(layout)) for layout in (*_LAYOUTS, "list")),
+        *(Sample(f"{layout}", {"layout": layout}, layout_tag(layout)) for layout in (*LAYOUTS, "list")),
         *(
-            Sample(f"mla-{layout}", {"layout": layout, "mla": True, "head_dim": 576, "n": 5}, _tag(layout))
-            for layout in (*_LAYOUTS, "list")
+            Sample(f"mla-{layout}", {"layout": layout, "mla": True, "head_dim": 576, "n": 5}, layout_tag(layout))
+            for layout in (*LAYOUTS, "list")
         ),
         *(
-            Sample(f"{order}-{layout}", {"order": order, "layout": layout, "n": 24}, _tag(layout))
-            for order in _ORDERS for layout in _LAYOUTS
+            Sample(f"{order}-{layout}", {"order": order, "layout": layout, "n": 24}, layout_tag(layout))
+            for order in _ORDERS for layout in LAYOUTS
         ),
         *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
         *(Sample(f"room-for-{r}", {"room": r, "num_layers": 4, "spare": 0}) for r in (1, 2, 3, 4, 8, 9)),
@@ -148,16 +134,16 @@ PROOF = Proof(
         _bad("layers-step", layers=range(0, 3, 2)),
     ),
     ragged={
-        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "layout": _LAYOUTS,
+        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "layout": LAYOUTS,
         "page": [1, 3, 16], "slots": (96, 96), "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"],
         "mla": [False, True], "order": _ORDERS, "values": ("valid", "skip", "edge", "extreme"), "room": [1, 2, 9],
     },
     fresh=Fresh(
         {
-            "n": Wide(PAIRS, {**_FEW, "slots": room_for("n")}), "slots": Wide(SLOTS, {**_FEW, "n": MANY}, PAGES),
+            "n": Wide(PAIRS, {**FEW, "slots": room_for("n")}), "slots": Wide(SLOTS, {**FEW, "n": MANY}, PAGES),
             "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]), "room": Wide([64]),
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * p["slots"]),
-        {"n": (9, 40), "layout": _LAYOUTS[:3]},
+        {"n": (9, 40), "layout": LAYOUTS[:3]},
     ),
 )  # fmt: skip

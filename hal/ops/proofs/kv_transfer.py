@@ -92,11 +92,9 @@ def make(
     odd), ``far`` (dst's tokens 2^29 elements apart). mla: rows without heads, no v.
     """
     g = generator(seed)
-    kind = FLOAT_DTYPES.get(dtype) or {"u8": torch.uint8, "i64": torch.int64}[dtype]
-    row = (head_dim,) if mla else (heads, head_dim)
-    v_row = None if mla else (heads, v_head_dim or head_dim)
-    a = make_pool(g, src, src_slots, src_page, num_layers, row, v_row, kind, "padded" if view == "padded" else "plain")
-    b = make_pool(g, dst, dst_slots, dst_page, num_layers, row, v_row, kind, view)
+    rows = rows_of(heads, head_dim, v_head_dim, mla)
+    a = make_pool(g, src, src_slots, src_page, num_layers, rows, dtype, "padded" if view == "padded" else "plain")
+    b = make_pool(g, dst, dst_slots, dst_page, num_layers, rows, dtype, view)
     return {
         "src": a,
         "dst": b,
@@ -122,17 +120,19 @@ def _slots(
     return odd_indices(index, size, values, dtype, by)
 
 
+Rows = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""The sizes of a token's row of k, and of v where there is one."""
+
+
+def rows_of(heads: int, head_dim: int, v_head_dim: int | None, mla: bool) -> Rows:
+    return ((head_dim,), None) if mla else ((heads, head_dim), (heads, v_head_dim or head_dim))
+
+
 def make_pool(
-    g: torch.Generator,
-    layout: str,
-    slots: int,
-    page: int,
-    n: int,
-    row: tuple[int, ...],
-    v_row: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    view: str,
+    g: torch.Generator, layout: str, slots: int, page: int, n: int, rows: Rows, dtype_name: str, view: str
 ) -> KVPool:
+    (row, v_row), dtype = rows, FLOAT_DTYPES.get(dtype_name) or {"u8": torch.uint8, "i64": torch.int64}[dtype_name]
+
     def fresh(shape: tuple[int, ...]) -> Tensor:
         raw = _host.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=g).view(
             dtype
@@ -172,27 +172,27 @@ def _other(**change: Any) -> KVPool:
     return make(n=3, **change)["dst"]  # type: ignore[no-any-return]
 
 
-_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
-def _tag(*layouts: str) -> str:
+def layout_tag(*layouts: str) -> str:
     return "feature:page_head" if "page_head" in layouts else "required"
 
 
-_FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
+FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
 
 
 PROOF = Proof(
     oracle=oracle,
     make=make,
     samples=(
-        *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, _tag(a, b)) for a in _LAYOUTS for b in _LAYOUTS),
+        *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, layout_tag(a, b)) for a in LAYOUTS for b in LAYOUTS),
         *(
-            Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, _tag(a, b))
-            for a in _LAYOUTS for b in _LAYOUTS
+            Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, layout_tag(a, b))
+            for a in LAYOUTS for b in LAYOUTS
         ),
-        *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, _tag(b)) for b in _LAYOUTS),
-        *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, _tag(a)) for a in _LAYOUTS),
+        *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, layout_tag(b)) for b in LAYOUTS),
+        *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, layout_tag(a)) for a in LAYOUTS),
         *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
         *(Sample(f"runs-page-{p}", {"src_page": p, "dst_page": p, "order": "runs", "n": 30}) for p in (1, 16)),
         *(Sample(f"pages-of-{p}", {"src_page": p, "dst_page": p, "order": "pages", "n": 28}) for p in (4, 16)),
@@ -225,7 +225,7 @@ PROOF = Proof(
                     "src": a, "dst": b, "order": "pages", "num_layers": 32, "heads": 8, "head_dim": 128,
                     "n": 80, "src_page": 16, "dst_page": 16, "src_slots": 96, "dst_slots": 96,
                 },
-                _tag(a, b),
+                layout_tag(a, b),
             )
             for a, b in (("page_head", "layer_first"), ("layer_first", "page_first"))
         ),
@@ -249,19 +249,19 @@ PROOF = Proof(
         _bad("unknown-method", method="fast"),
     ),
     ragged={
-        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": _LAYOUTS, "dst": _LAYOUTS,
+        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": LAYOUTS, "dst": LAYOUTS,
         "src_page": [1, 3, 16], "dst_page": [1, 3, 16], "src_slots": (48, 48), "dst_slots": (96, 96),
         "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
         "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(
         {
-            "n": Wide(PAIRS, {**_FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
-            "src_slots": Wide(SLOTS, {**_FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
-            "dst_slots": Wide(SLOTS, {**_FEW, "n": MANY, "src_slots": 4_800}, PAGES),
+            "n": Wide(PAIRS, {**FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
+            "src_slots": Wide(SLOTS, {**FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
+            "dst_slots": Wide(SLOTS, {**FEW, "n": MANY, "src_slots": 4_800}, PAGES),
             "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]),
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
-        {"n": (9, 40), "src": _LAYOUTS[:3], "dst": _LAYOUTS[:3]},
+        {"n": (9, 40), "src": LAYOUTS[:3], "dst": LAYOUTS[:3]},
     ),
 )  # fmt: skip

@@ -16,11 +16,12 @@ from hal.ops.proofs.inputs import (
     DTYPES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    arranged,
     floats,
     generator,
     odd_indices,
-    randint,
     refused,
+    some_slots,
     spaced,
 )
 from hal.ops.proofs.judge import Candidate, Want
@@ -54,14 +55,9 @@ def make_rows(
 ) -> tuple[Tensor, Tensor]:
     """kv_lora and k_rope. view: ``separate``, ``fused`` (views of one projection), ``misaligned`` (off a 16-byte
     boundary), ``heads`` (with a head dim of 1)."""
-    parts = [floats(g, (n, d), dtype, specials) for d in (lora_dim, rope_dim)]
-    if view == "fused":
-        parts = list(torch.split(torch.cat(parts, dim=1), [lora_dim, rope_dim], dim=1))
-    elif view == "misaligned":
-        parts = [torch.cat([_host.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
-    elif view == "heads":
-        parts = [p.unsqueeze(1) for p in parts]
-    return parts[0], parts[1]
+    parts = arranged([floats(g, (n, d), dtype, specials) for d in (lora_dim, rope_dim)], view)
+    lora, rope = (p.unsqueeze(1) for p in parts) if view == "heads" else parts
+    return lora, rope
 
 
 def make_cache(
@@ -72,12 +68,6 @@ def make_cache(
     lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
     shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
     return spaced(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
-
-
-def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:
-    order = _host.randperm(slots, generator=g)
-    order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
-    return odd_indices(order, slots, values, dtype)
 
 
 def make_scale(kind: str) -> float | Tensor | None:
@@ -108,7 +98,7 @@ def make(
         "kv_lora": kv_lora,
         "k_rope": k_rope,
         "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
-        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]),
+        "slots": odd_indices(some_slots(g, n, slots), slots, values, INDEX_DTYPES[slot]),
         "kv_scale": make_scale(scale),
     }
 

@@ -11,18 +11,20 @@ import torch
 from hal import _host
 from hal.ops.mla_rope_kv_write import as_rope_kv_write
 from hal.ops.proofs.fresh import HEADS, MANY, ROTATED, ROWS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, generator, odd_indices, randint, refused
-from hal.ops.proofs.judge import Want
-from hal.ops.proofs.mla_kv_write import (
-    DEEPSEEK,
-    FORMS,
-    FRESH_ROWS,
-    joined,
-    make_cache,
-    make_rows,
-    make_scale,
-    make_slots,
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    cos_sin_table,
+    floats,
+    generator,
+    odd_indices,
+    randint,
+    refused,
+    some_slots,
 )
+from hal.ops.proofs.judge import Want
+from hal.ops.proofs.mla_kv_write import DEEPSEEK, FORMS, FRESH_ROWS, joined, make_cache, make_rows, make_scale
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.spec import Proof, Sample
@@ -68,8 +70,7 @@ def make(
     g, dt, rotary = generator(seed), FLOAT_DTYPES[dtype], rotary_dim or rope_dim
     q = floats(g, (n, q_heads, rope_dim + (32 if rows == "fused" else 0)), dt, specials)[..., -rope_dim:]
     kv_lora, k_rope = make_rows(g, n, lora_dim, rope_dim, dt, rows, specials)
-    angle = _host.rand(max_positions, rotary // 2, generator=g) * 6.3
-    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(FLOAT_DTYPES[cos_dtype])
+    cos_sin = cos_sin_table(g, max_positions, rotary, FLOAT_DTYPES[cos_dtype])
     at = randint(g, 0, max_positions, (n,))
     kind = FLOAT_DTYPES[cache_dtype or dtype]
     return {
@@ -80,7 +81,7 @@ def make(
         "positions": odd_indices(at, max_positions, position_values, INDEX_DTYPES[position]),
         "kv_cache": make_cache(g, cache, slots, page_size, lora_dim + rope_dim, kind, cache_view),
         # One place on: an odd slot must meet a valid position, or the position alone decides.
-        "slots": make_slots(g, n, slots, values, INDEX_DTYPES[slot]).roll(1),
+        "slots": odd_indices(some_slots(g, n, slots), slots, values, INDEX_DTYPES[slot]).roll(1),
         "interleaved": interleaved,
         "kv_scale": make_scale(scale),
         "write_k": write_k,

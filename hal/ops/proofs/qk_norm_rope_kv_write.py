@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range
 from hal.ops.proofs.inputs import FLOAT_DTYPES, generator, refused
 from hal.ops.proofs.judge import Candidate, Want, norm_rope_slack
-from hal.ops.proofs.rope_kv_write import FRESH, sum_terms, want_of_caches
+from hal.ops.proofs.rope_kv_write import FRESH, angles, sum_terms, want_of_caches
 from hal.ops.qk_norm_rope_kv_write import SPEC, normalize
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.rope_kv_write import rotate
@@ -22,11 +21,7 @@ from hal.ops.spec import ErrorSample, Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
-    max_positions, rotary = cos_sin.shape
-    valid = in_range(a["positions"], max_positions)
-    table = cos_sin.double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
-    cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
+    (valid, cos, sin), rotary, interleaved = angles(a), a["cos_sin_cache"].shape[1], a["interleaved"]
     eps, step = float(_host.tensor(a["eps"], dtype=torch.float32)), norm_rope_slack(a["q"].shape[-1])
     want: dict[str, Want] = {}
     truth: dict[str, tuple[Tensor, Tensor]] = {}

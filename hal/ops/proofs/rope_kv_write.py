@@ -15,12 +15,15 @@ from hal.ops.proofs.inputs import (
     DTYPES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    arranged,
+    cos_sin_table,
     floats,
     generator,
     odd_indices,
     paired,
     randint,
     refused,
+    some_slots,
     spaced,
 )
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
@@ -29,11 +32,7 @@ from hal.ops.spec import Proof, Sample
 
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
-    cos_sin, interleaved = a["cos_sin_cache"], a["interleaved"]
-    max_positions, rotary = cos_sin.shape
-    valid = in_range(a["positions"], max_positions)
-    table = cos_sin.double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
-    cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
+    (valid, cos, sin), rotary, interleaved = angles(a), a["cos_sin_cache"].shape[1], a["interleaved"]
     want: dict[str, Want] = {}
     truth: dict[str, tuple[Tensor, Tensor]] = {}
     for x in ("q", "k"):
@@ -47,6 +46,15 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
             named[..., :rotary] = valid.view(-1, 1, 1)
         want[x] = Want(named, (Candidate(value, terms * ROPE_SLACK),))
     return want | want_of_caches(a, valid, *truth["k"], ROPE_SLACK)
+
+
+def angles(a: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """(whether a token's position is in the table, its cosines and its sines in float64, broadcast over heads)."""
+    max_positions, rotary = a["cos_sin_cache"].shape
+    valid = in_range(a["positions"], max_positions)
+    table = a["cos_sin_cache"].double() if max_positions else _host.zeros(1, rotary, dtype=torch.float64)
+    cos, sin = table[torch.where(valid, a["positions"], 0).long()].unsqueeze(1).chunk(2, dim=-1)
+    return valid, cos, sin
 
 
 def want_of_caches(a: Mapping[str, Any], valid: Tensor, value: Tensor, terms: Tensor, step: float) -> dict[str, Want]:
@@ -141,8 +149,7 @@ def make(
     g = generator(seed)
     dv, rotary, dt = v_head_dim or head_dim, rotary_dim or head_dim, FLOAT_DTYPES[dtype]
     q, k, v = _qkv(g, n, (q_heads, kv_heads, kv_heads), (head_dim, head_dim, dv), dt, qkv, specials)
-    angle = _host.rand(max_positions, rotary // 2, generator=g) * 6.3
-    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1).to(FLOAT_DTYPES[cos_dtype])
+    cos_sin = cos_sin_table(g, max_positions, rotary, FLOAT_DTYPES[cos_dtype])
     positions = randint(g, 0, max_positions, (n,))
     args: dict[str, Any] = {
         "q": q,
@@ -163,10 +170,8 @@ def make(
     kind = FLOAT_DTYPES[cache_dtype or dtype]
     lead = (slots // page_size, page_size) if cache == "paged" else (slots,)
     args["k_cache"], args["v_cache"] = _caches(g, (*lead, kv_heads), (head_dim, dv), kind, cache_view)
-    order = _host.randperm(slots, generator=g)
-    order = order[:n] if n <= slots else randint(g, 0, slots, (n,))
     # One place on: an odd slot must meet a valid position, or the position alone decides.
-    args["slots"] = odd_indices(order, slots, values, INDEX_DTYPES[slot]).roll(1)
+    args["slots"] = odd_indices(some_slots(g, n, slots), slots, values, INDEX_DTYPES[slot]).roll(1)
     if scale != "none":
         args["k_scale"], args["v_scale"] = 0.37, 2.25
     if scale == "tensor":
@@ -177,12 +182,7 @@ def make(
 def _qkv(
     g: torch.Generator, n: int, heads: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype, kind: str, odd: bool
 ) -> list[Tensor]:
-    sizes = [h * d for h, d in zip(heads, dims, strict=True)]
-    parts = [floats(g, (n, s), dtype, odd) for s in sizes]
-    if kind == "fused":
-        parts = list(torch.split(torch.cat(parts, dim=1), sizes, dim=1))
-    elif kind == "misaligned":
-        parts = [torch.cat([_host.zeros(1, dtype=dtype), p.reshape(-1)])[1:].view(p.shape) for p in parts]
+    parts = arranged([floats(g, (n, h * d), dtype, odd) for h, d in zip(heads, dims, strict=True)], kind)
     return [torch.unflatten(p, 1, (h, d)) for p, h, d in zip(parts, heads, dims, strict=True)]
 
 
