@@ -1,10 +1,89 @@
-"""Runs of an engine, stock and on hal, side by side: how far their outputs agree, the ratios of their speeds."""
+"""What the benches of whole engines share: inputs, points in a time box, reports of stock and hal side by side."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
+
+from hal.bench.report import machine, version
+from hal.bench.shapes import SHAPES
+
+LENGTHS = (1, 7, 33, 128, 500, 900)
+"""Of the prompts whose logits are compared."""
+
+
+def prompt(vocabulary: int, n: int, seed: int) -> list[int]:
+    """`n` tokens, always the same."""
+    r = random.Random(seed)
+    return [r.randrange(1, vocabulary) for _ in range(n)]
+
+
+def write_config(folder: str | Path, shape: str, dtype: str) -> None:
+    """A model of the shape, but for its weights."""
+    config = {**SHAPES[shape], "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 2}
+    Path(folder, "config.json").write_text(json.dumps(config))
+
+
+def graph_sizes(batch: int) -> list[int]:
+    """The batches whose graphs are captured."""
+    return sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n <= batch} | {batch})
+
+
+def run_points(
+    engine: str,
+    points: Iterable[tuple[str, Callable[[], Any]]],
+    found: dict[str, Any],
+    begin: float,
+    seconds: float,
+    turns: AbstractContextManager[Any] | None = None,
+) -> Iterator[None]:
+    """Calls each point, in its turn, and goes on; none that would begin `seconds` after `begin`: it is ``skipped``."""
+    for name, run in points:
+        if time.perf_counter() - begin > seconds:
+            found["skipped"].append(name)
+            continue
+        with turns or nullcontext():
+            run()
+        print(f"{engine}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        yield
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def about(shape: str, dtype: str, *distributions: str) -> dict[str, Any]:
+    """What a report begins with; `distributions`: of the engine, whichever is installed."""
+    it = machine("cuda" if has_gpu() else "cpu")
+    return {
+        "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": shape, "dtype": dtype,
+        "device": it["device"], "torch": it["versions"]["torch"], "python": it["python"],
+        "engine": next(filter(None, map(version, distributions)), ""), "triton": it["versions"]["triton"] or "",
+    }  # fmt: skip
+
+
+def write(report: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(report: dict[str, Any]) -> int:
+    """Prints a report and its runs; 1 where one of them failed."""
+    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
+    for r in report["runs"]:
+        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
+    return int(any("error" in r for r in report["runs"]))
 
 
 def agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:

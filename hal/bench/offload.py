@@ -8,12 +8,8 @@ of as many bytes.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +21,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 import hal
+from hal.bench import engine_report, vllm
 from hal.bench.report import machine, version
 from hal.engines.vllm.offload import HalOffloadingWorker
 
@@ -133,8 +130,6 @@ def _watched() -> dict[str, list[Any]]:
 
 def child(spec: str, tokens: str, shape: str, file: str) -> None:
     """One engine: a prompt computed, its blocks gone from the device, and the same prompt again."""
-    from hal.bench import vllm
-
     n = int(tokens)
     config = {"spec_name": spec, "cpu_bytes_to_use": 8 * 2**30}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
@@ -147,8 +142,7 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     rows, moved = [], _watched()
     for i in range(4):
-        pick = random.Random(i)
-        prompt = {"prompt_token_ids": [pick.randrange(1, vocabulary) for _ in range(n)]}
+        prompt = {"prompt_token_ids": engine_report.prompt(vocabulary, n, i)}
         row: dict[str, Any] = {}
         for what in ("computed", "returned"):
             seconds, made = _generate(llm, prompt)
@@ -170,8 +164,6 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
 
 def _generate(llm: Any, prompt: dict[str, list[int]]) -> tuple[float, Any]:
     """Seconds to the first token, and what was made."""
-    from hal.bench import vllm
-
     begin = time.perf_counter()
     (made,) = llm.generate([prompt], vllm._greedy(1), use_tqdm=False)
     return time.perf_counter() - begin, made
@@ -184,15 +176,12 @@ def returned(tokens: int, shape: str = "llama-3.1-8b") -> dict[str, Any]:
     before, as vLLM's workers report them.
     """
     row: dict[str, Any] = {"shape": shape, "tokens": tokens}
-    for name, spec, switch in (("stock", "CPUOffloadingSpec", ""), ("hal", "HalOffloadingSpec", "vllm")):
-        env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        env |= {"HAL_ENGINES": switch} if switch else {}
-        program = "import sys; from hal.bench.offload import child; child(*sys.argv[1:])"
-        with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            command = [sys.executable, "-c", program, spec, str(tokens), shape, out.name]
-            subprocess.run(command, env=env, check=True, stdout=2)  # vLLM's logs are no part of a report
-            rows = json.loads(Path(out.name).read_text())["rows"]
+    for name, spec in (("stock", "CPUOffloadingSpec"), ("hal", "HalOffloadingSpec")):
+        # vLLM's logs are no part of a report.
+        code, text = vllm.call_child(__name__, spec, str(tokens), shape, hal=name == "hal", stdout=2)
+        if code:
+            raise hal.HalError(f"hal: bench offload: {name}: exit status {code}: see stderr")
+        rows = json.loads(text)["rows"]
         for what in ("computed", "returned"):
             row[f"{name} {what} ms"] = statistics.median(r[f"{what} ms"] for r in rows)
         for way in ("store", "load"):

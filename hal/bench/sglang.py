@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -23,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hal.bench import vllm
-from hal.bench.engine_report import agreement, ratios
-from hal.bench.report import machine, version
+from hal.bench import engine_report, vllm
+from hal.bench.report import version
 from hal.bench.shapes import SHAPES
 
 SHORT = 8
@@ -120,8 +118,7 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
         return time.perf_counter() - start, outs
 
     def prompt(n: int, seed: int) -> list[int]:
-        r = random.Random(seed)
-        return [r.randrange(1, vocabulary) for _ in range(n)]
+        return engine_report.prompt(vocabulary, n, seed)
 
     points: list[tuple[str, str, Callable[[], Any]]] = []
     if not options.drafts:
@@ -131,12 +128,8 @@ def measure(attention: str, options: Options, folder: str) -> Iterator[dict[str,
             (f"decode {b} x {c}", "decode", partial(_decode, generate, prompt, b, c, options.steps, options.same))
         )
     points += [(f"ttft {n}", "ttft", partial(_ttft, generate, prompt, n)) for n in options.ttft]
-    for name, kind, run in points:
-        if time.perf_counter() - begin > options.seconds:
-            found["skipped"].append(name)
-            continue
-        found.setdefault(kind, []).extend(run())
-        print(f"{attention}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    calls = [(name, lambda kind=kind, run=run: found.setdefault(kind, []).extend(run())) for name, kind, run in points]
+    for _ in engine_report.run_points(attention, calls, found, begin, options.seconds):
         yield found
     engine.shutdown()
     yield found
@@ -147,9 +140,7 @@ def _engine(attention: str, options: Options, folder: str) -> Any:
     from sglang import Engine
 
     shape = SHAPES[options.shape]
-    Path(folder, "config.json").write_text(
-        json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
-    )
+    engine_report.write_config(folder, options.shape, options.dtype)
     batch = max([b for b, _ in options.decode] + [8])
     longest = max([c + options.steps for _, c in options.decode] + [*options.ttft, 1024]) + 64
     tokens = max([b * (c + options.steps + 64) for b, c in options.decode] + [2 * longest])
@@ -158,7 +149,7 @@ def _engine(attention: str, options: Options, folder: str) -> Any:
         "context_length": min(longest, shape["max_position_embeddings"]), "max_running_requests": batch,
         "max_total_tokens": tokens + 4096, "mem_fraction_static": options.memory, "random_seed": 0, "page_size": 1,
         "log_level": "warning", "attention_backend": attention, "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= batch} | {batch}),
+        "cuda_graph_bs_decode": engine_report.graph_sizes(batch),
         **(_drafts(options, folder) if options.drafts else {}), **options.settings,
     }  # fmt: skip
     return Engine(**settings)
@@ -178,7 +169,7 @@ def _drafts(options: Options, folder: str) -> dict[str, Any]:
 
 def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
     """The likeliest next tokens after prompts of several lengths, in a batch and each alone, and 16 greedy tokens."""
-    prompts = [prompt(n, 100 + n) for n in (1, 7, 33, 128, 500, 900)]
+    prompts = [prompt(n, 100 + n) for n in engine_report.LENGTHS]
     more = {"return_logprob": True, "top_logprobs_num": 20}
     _, batched = generate(prompts, 16, **more)
     rows = []
@@ -225,28 +216,15 @@ def main(options: Options, attentions: Sequence[str], rounds: int, file: Path | 
             runs.append({"engine": a, **child.run()})
             # What there is is kept, whatever ends the next one.
             report = _report(options, attentions, runs)
-            write(report, file)
-    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
-    for r in runs:
-        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
-    return int(any("error" in r for r in runs))
-
-
-def write(report: Mapping[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1) + "\n")
+            engine_report.write(report, file)
+    return engine_report.show(report)
 
 
 def about(options: Options) -> dict[str, Any]:
     """What a report begins with."""
-    it = machine("cuda" if vllm.has_gpu() else "cpu")
     return {
-        "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": options.shape,
-        "dtype": options.dtype, "settings": options.settings, "same_tokens": options.same, "drafts": options.drafts,
-        "device": it["device"], "torch": it["versions"]["torch"], "engine": version("sglang") or "",
-        "flashinfer": version("flashinfer-python") or "", "triton": it["versions"]["triton"] or "",
-        "python": it["python"],
+        **engine_report.about(options.shape, options.dtype, "sglang"), "settings": options.settings,
+        "same_tokens": options.same, "drafts": options.drafts, "flashinfer": version("flashinfer-python") or "",
     }  # fmt: skip
 
 
@@ -256,8 +234,8 @@ def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, An
     of = {a: [r for r in runs if r["engine"] == a and r.get("decode")] for a in attentions}
     for a in attentions:
         if a != "hal" and of[a] and of.get("hal"):
-            found[f"agreement with {a}"] = agreement(of[a][0], of["hal"][0])
-            found[f"hal over {a}"] = ratios(of[a], of["hal"])
+            found[f"agreement with {a}"] = engine_report.agreement(of[a][0], of["hal"][0])
+            found[f"hal over {a}"] = engine_report.ratios(of[a], of["hal"])
     return found
 
 

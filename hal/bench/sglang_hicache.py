@@ -8,7 +8,6 @@ of what comes back must be the kept one's, and all tokens those of SGLang's own 
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hal.bench import sglang, vllm
+from hal.bench import engine_report, sglang
 from hal.bench.shapes import SHAPES
 
 ENGINES = ("without", "stock", "hal")
@@ -105,8 +104,7 @@ def measure(engine: str, tokens: int, options: sglang.Options, folder: str) -> d
     shape = SHAPES[options.shape]
 
     def ask(seed: int) -> dict[str, Any]:
-        pick = random.Random(seed)
-        prompt = [pick.randrange(1, shape["vocab_size"]) for _ in range(tokens)]
+        prompt = engine_report.prompt(shape["vocab_size"], tokens, seed)
         begin = time.perf_counter()
         sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         (out,) = llm.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True)
@@ -166,13 +164,13 @@ def main(options: sglang.Options, engines: tuple[str, ...], tokens: int, file: P
     """The report of all engines, printed and written; 1 where one failed or gave other tokens than it should have."""
     report: dict[str, Any] = {**sglang.about(options), "tokens": tokens, "runs": {}}
     # Where there is no GPU SGLang runs on hal alone.
-    env = {e: {"HAL_ENGINES": "sglang" if e == "hal" or not vllm.has_gpu() else ""} for e in engines}
+    env = {e: {"HAL_ENGINES": "sglang" if e == "hal" or not engine_report.has_gpu() else ""} for e in engines}
     with ExitStack() as stack:
         args = str(tokens), json.dumps(asdict(options))
         children = {e: stack.enter_context(sglang.Child(__name__, "child", e, *args, env=env[e])) for e in engines}
         for engine, one in children.items():
             report["runs"][engine] = one.run()
-            sglang.write(report, file)
+            engine_report.write(report, file)
     without = report["runs"].get("without")
     good = {e: r for e, r in report["runs"].items() if "error" not in r}
     report["summary"] = {e: summary(r, without if "without" in good else None) for e, r in good.items()}
@@ -186,7 +184,7 @@ def main(options: sglang.Options, engines: tuple[str, ...], tokens: int, file: P
         if all(way in good.get(e, {}).get("copies", {}) for e in ("stock", "hal")):
             stock, ours = (good[e]["copies"][way]["GB/s"] for e in ("stock", "hal"))
             report[f"{way}, hal / stock"] = ours / stock
-    sglang.write(report, file)
+    engine_report.write(report, file)
     print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
     wrong = [e for e, s in report["summary"].items() if not all(v for v in s.values() if isinstance(v, bool))]
     return int(len(good) < len(engines) or bool(wrong))

