@@ -21,6 +21,12 @@ from hal.engines.vllm.step import Step, StepBuilder
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
+def options_of(scale: float, sliding_window: int | None, logits_soft_cap: float | None) -> dict[str, Any]:
+    """The attention ops' keyword arguments. vLLM's window counts the token itself."""
+    window = -1 if sliding_window is None else sliding_window - 1
+    return {"scale": scale, "sliding_window": window, "logit_cap": float(logits_soft_cap or 0.0)}
+
+
 class SharedAnswers:
     """What both of hal's backends answer to vLLM's selector. What hal lacks they answer by the reason."""
 
@@ -114,13 +120,11 @@ class HalAttentionImpl(AttentionImpl[Step]):
         sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
+        config = get_current_vllm_config()
         reasons = limits.of_layer(
             kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, alibi_slopes=alibi_slopes, **others
         )
-        config = get_current_vllm_config()
-        reasons += limits.of_config(config)
-        if reasons:
-            raise limits.refusal(reasons)
+        limits.check_config(config, reasons)
         self.num_heads, self.head_size = num_heads, head_size
         # vLLM loads its values later.
         self.sinks = sinks
@@ -129,12 +133,7 @@ class HalAttentionImpl(AttentionImpl[Step]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.fp8 = FP8.get(kv_cache_dtype)
-        # vLLM's window counts the token itself.
-        self.options: dict[str, Any] = {
-            "scale": self.scale,
-            "sliding_window": -1 if sliding_window is None else sliding_window - 1,
-            "logit_cap": float(logits_soft_cap or 0.0),
-        }
+        self.options = options_of(self.scale, sliding_window, logits_soft_cap)
         self.dtype = torch.get_default_dtype()
         self._cache: Tensor | None = None
         fuse.enable(config)

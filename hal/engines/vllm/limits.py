@@ -52,8 +52,11 @@ def of_config(config: Any) -> list[str]:
     return reasons
 
 
-def check_config(config: Any) -> None:
-    reasons = of_config(config)
+def check_config(config: Any, reasons: Sequence[str] = ()) -> None:
+    """Raises:
+    EngineError: hal lacks what the configuration asks for; or there are `reasons` already.
+    """
+    reasons = [*reasons, *of_config(config)]
     if reasons:
         raise refusal(reasons)
 

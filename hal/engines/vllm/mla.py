@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 import hal
 from hal import _host
 from hal.engines.vllm import limits
-from hal.engines.vllm.attention import FP8, SharedAnswers
+from hal.engines.vllm.attention import FP8, SharedAnswers, options_of
 from hal.engines.vllm.mla_step import MLAStep, MLAStepBuilder
 from hal.engines.vllm.unfold import Widths
 
@@ -71,9 +71,7 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
             kv_cache_dtype=kv_cache_dtype, attn_type=attn_type or AttentionType.DECODER, alibi_slopes=alibi_slopes,
             sparse_attention=indexer, sharing_of_latent_rows=kv_sharing_target_layer_name, **others,
         )  # fmt: skip
-        reasons += limits.of_config(get_current_vllm_config())
-        if reasons:
-            raise limits.refusal(reasons)
+        limits.check_config(get_current_vllm_config(), reasons)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, 1
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
@@ -81,11 +79,7 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         self.widths = Widths(kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
         self.kv_b_proj = kv_b_proj
         self.fp8 = FP8.get(kv_cache_dtype)
-        self.options: dict[str, Any] = {
-            "scale": self.scale,
-            "sliding_window": -1 if sliding_window is None else sliding_window - 1,
-            "logit_cap": float(logits_soft_cap or 0.0),
-        }
+        self.options = options_of(self.scale, sliding_window, logits_soft_cap)
         self.dtype = torch.get_default_dtype()
         self._seen: Any = None
 

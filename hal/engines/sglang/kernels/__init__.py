@@ -60,33 +60,6 @@ from hal.engines.sglang.kernels.transfer import (
 
 create_flashinfer_kv_indices = create_flashinfer_kv_indices_triton
 
-OPS: dict[str, str] = {
-    "attention.decode_attention_fwd": "decode_attention_fwd",
-    "attention.extend_attention_fwd": "extend_attention_fwd",
-    "attention.merge_state_triton": "merge_state_triton",
-    "attention.create_flashinfer_kv_indices_triton": "create_flashinfer_kv_indices_triton",
-    "attention.apply_rope_with_cos_sin_cache_inplace": "apply_rope_with_cos_sin_cache_inplace",
-    "kvcache.store_cache": "store_cache",
-    "kvcache.set_mla_kv_buffer": "set_mla_kv_buffer",
-    "kvcache.set_mla_kv_buffer_triton": "set_mla_kv_buffer_triton",
-    "memory.alloc_extend_kernel": "alloc_extend_kernel",
-    "memory.alloc_decode_kernel": "alloc_decode_kernel",
-    "memory.get_last_loc_triton": "get_last_loc",
-    "memory.get_last_loc_triton_safe": "get_last_loc",
-    "speculative.assign_extend_cache_locs_func": "assign_extend_cache_locs_func",
-    **{
-        f"kvcache.{f.__name__}": f.__name__
-        for f in (
-            transfer_kv_all_layer, transfer_kv_all_layer_direct_lf_pf, transfer_kv_all_layer_lf_pf,
-            transfer_kv_all_layer_lf_ph, transfer_kv_all_layer_mla, transfer_kv_all_layer_mla_lf_pf,
-            transfer_kv_direct, transfer_kv_per_layer, transfer_kv_per_layer_direct_pf_lf,
-            transfer_kv_per_layer_mla, transfer_kv_per_layer_mla_pf_lf, transfer_kv_per_layer_pf_lf,
-            transfer_kv_per_layer_ph_lf,
-        )
-    },
-}  # fmt: skip
-"""Name in SGLang's registry -> name here."""
-
 __all__ = [
     "OPS", "FusedSetKVBufferArg", "Unsupported", "alloc_decode_kernel", "alloc_extend_kernel", "apply_rope_inplace",
     "apply_rope_inplace_with_kvcache", "apply_rope_with_cos_sin_cache_inplace", "assign_extend_cache_locs",
@@ -102,6 +75,24 @@ __all__ = [
     "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_per_layer_mla", "transfer_kv_per_layer_mla_pf_lf",
     "transfer_kv_per_layer_pf_lf", "transfer_kv_per_layer_ph_lf", "write_req_to_token_pool_triton",
 ]  # fmt: skip
+
+OPS: dict[str, str] = {
+    "attention.decode_attention_fwd": "decode_attention_fwd",
+    "attention.extend_attention_fwd": "extend_attention_fwd",
+    "attention.merge_state_triton": "merge_state_triton",
+    "attention.create_flashinfer_kv_indices_triton": "create_flashinfer_kv_indices_triton",
+    "attention.apply_rope_with_cos_sin_cache_inplace": "apply_rope_with_cos_sin_cache_inplace",
+    "kvcache.store_cache": "store_cache",
+    "kvcache.set_mla_kv_buffer": "set_mla_kv_buffer",
+    "kvcache.set_mla_kv_buffer_triton": "set_mla_kv_buffer_triton",
+    "memory.alloc_extend_kernel": "alloc_extend_kernel",
+    "memory.alloc_decode_kernel": "alloc_decode_kernel",
+    "memory.get_last_loc_triton": "get_last_loc",
+    "memory.get_last_loc_triton_safe": "get_last_loc",
+    "speculative.assign_extend_cache_locs_func": "assign_extend_cache_locs_func",
+    **{f"kvcache.{name}": name for name in __all__ if name.startswith("transfer_kv_")},
+}
+"""Name in SGLang's registry -> name here."""
 
 
 def register() -> None:
