@@ -72,7 +72,6 @@ def shares(capacity: int, device: torch.device, least: int = 256) -> tuple[int, 
 def copy_columns(row, out, first, last, shift, known, width, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     """``out[t] = row[t + shift]`` for t in [first, last), in blocks; -1 where not `known`, or outside [0, width)."""
     lane = tl.arange(0, BLOCK)
-    wide = tl.arange(0, BLOCK * WORDS)
     for t in range(first, last, BLOCK):
         count = tl.minimum(last - t, BLOCK).to(tl.int32)
         # Lanes [inside, beyond) lie in the row; a start far outside it is pulled to its edge.
@@ -83,10 +82,18 @@ def copy_columns(row, out, first, last, shift, known, width, BLOCK: tl.constexpr
         slot = tl.full([BLOCK], -1, tl.int32)
         if inside < beyond:
             slot = tl.load(row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1)
-        if WORDS == 2:
-            tl.store(out + t * 2 + wide, tl.interleave(slot, slot >> 31), mask=wide < count * 2)
-        else:
-            tl.store(out + t + lane, slot, mask=lane < count)
+        store(out, t, slot, slot >> 31, count, BLOCK, WORDS)
+
+
+@triton.jit
+def store(out, t, slots, above, count, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    """``out[t : t + count]``, of low words and, where there are two, high ones."""
+    if WORDS == 2:
+        wide = tl.arange(0, BLOCK * WORDS)
+        tl.store(out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count * 2)
+    else:
+        lane = tl.arange(0, BLOCK)
+        tl.store(out + t + lane, slots, mask=lane < count)
 
 
 @triton.jit
@@ -100,15 +107,23 @@ def largest_page(page_size, WORDS: tl.constexpr):
 
 
 @triton.jit
-def put_run(slots, above, lane, lane_f, at, run, slot, WORDS: tl.constexpr):
-    """`run` consecutive slots from `slot` on in lanes [at, at + run): their low words in `slots`, the high ones in
-    `above`. `lane_f` is `lane` in fp32. The low word must not wrap inside the run."""
-    at_f = at.to(tl.float32)
-    mine = (lane_f >= at_f) & (lane_f < at_f + run.to(tl.float32))
-    slots = tl.where(mine, (slot - at).to(tl.int32) + lane, slots)
-    if WORDS == 2:
-        above = tl.where(mine, (slot >> 32).to(tl.int32), above)
-    return slots, above
+def put_run(slots, above, lane, lane_f, at, run, page, inside, page_size, most, WORDS: tl.constexpr):
+    """`run` consecutive slots of a page, from `inside` on, in lanes [at, at + run); none where the page is none: their
+    low words in `slots`, the high ones in `above`. `lane_f` is `lane` in fp32.
+
+    Returns:
+        slots, above, and the run: no longer than until the low word wraps.
+    """
+    if (page >= 0) & (page <= most):
+        slot = page * page_size + inside
+        if WORDS == 2:
+            run = tl.minimum(run, (1 << 32) - (slot & 0xFFFFFFFF))
+        at_f = at.to(tl.float32)
+        mine = (lane_f >= at_f) & (lane_f < at_f + run.to(tl.float32))
+        slots = tl.where(mine, (slot - at).to(tl.int32) + lane, slots)
+        if WORDS == 2:
+            above = tl.where(mine, (slot >> 32).to(tl.int32), above)
+    return slots, above, run
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend._device import pow2
-from hal.backends.ascend._spans import extent, largest_page, open_page, put_run, shares
+from hal.backends.ascend._spans import extent, largest_page, open_page, put_run, shares, store
 from hal.triton import launch
 
 INTS = ("bs", "n", "page_size", "capacity", "share")
@@ -60,16 +60,11 @@ def _alloc_extend(
                         else:
                             if taken + ahead < n:
                                 page = tl.load(free + (taken + ahead)).to(tl.int64)
-                        if (page >= 0) & (page <= most):
-                            slot = page * page_size + inside
-                            if WORDS == 2:
-                                run = tl.minimum(run, (1 << 32) - (slot & 0xFFFFFFFF))
-                            slots, above = put_run(slots, above, lane, lane_f, done, run, slot, WORDS)
+                        slots, above, run = put_run(
+                            slots, above, lane, lane_f, done, run, page, inside, page_size, most, WORDS
+                        )
                         done += run
-                if WORDS == 2:
-                    tl.store(out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2)
-                else:
-                    tl.store(out + t + lane, slots, mask=lane < count.to(tl.int32))
+                store(out, t, slots, above, count.to(tl.int32), BLOCK, WORDS)
             at += seq - prefix
             taken += tl.cdiv(seq, page_size) - opened
     for t in range(tl.maximum(low, at), high, BLOCK):

@@ -13,12 +13,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._device import cdiv, vector_cores
-from hal.backends.ascend._spans import clamped
+from hal.backends.ascend._spans import clamped, copy_columns, shares
 from hal.triton import launch
 
 BLOCK = 1024
-
 
 INTS = ("bs", "capacity", "share", "stride", "height", "width")
 
@@ -28,7 +26,6 @@ def _assign(
     table, requests, starts, ends, out, bs, capacity, share, stride, height, width,
     BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, BLOCK)
     wide = tl.arange(0, BLOCK * WORDS)
     low = tl.program_id(0).to(tl.int64) * share
     high = tl.minimum(low + share, capacity)
@@ -41,22 +38,10 @@ def _assign(
             if first < last:
                 request = tl.load(requests + j).to(tl.int64)
                 known = (request >= 0) & (request < height)
-                row = tl.where(known, request, 0) * stride
-                for t in range(first, last, BLOCK):
-                    count = tl.minimum(last - t, BLOCK).to(tl.int32)
-                    column = start + (t - at)
-                    # Lanes [inside, beyond) lie in the row; a start far outside it is pulled to its edge.
-                    column = tl.minimum(tl.maximum(column, -BLOCK), width)
-                    inside = tl.maximum(-column, 0).to(tl.int32)
-                    beyond = tl.minimum(width - column, count).to(tl.int32)
-                    beyond = tl.where(known, beyond, 0)
-                    slot = tl.full([BLOCK], -1, tl.int32)
-                    if inside < beyond:
-                        slot = tl.load(table + row + column + lane, mask=(lane >= inside) & (lane < beyond), other=-1)
-                    if WORDS == 2:
-                        tl.store(out + t * 2 + wide, tl.interleave(slot, slot >> 31), mask=wide < count * 2)
-                    else:
-                        tl.store(out + t + lane, slot, mask=lane < count)
+                # Far outside the row is outside all the same, and adding to it can't wrap.
+                start = tl.minimum(tl.maximum(start, -(1 << 62)), width)
+                row = table + tl.where(known, request, 0) * stride
+                copy_columns(row, out, first, last, start - at, known, width, BLOCK, WORDS)
             at += length
     for t in range(tl.maximum(low, at), high, BLOCK):
         count = tl.minimum(high - t, BLOCK).to(tl.int32)
@@ -71,10 +56,9 @@ def assign_extend_cache_locs(
     if capacity == 0:
         return out
     height, width = req_to_token.shape
-    cores = vector_cores(out.device)
-    share = cdiv(capacity, min(cores, cdiv(capacity, 256)))
+    programs, share = shares(capacity, out.device)
     _assign(
-        (cdiv(capacity, share),),
+        (programs,),
         req_to_token, req_pool_indices, start_offsets, end_offsets, out.view(torch.int32),
         start_offsets.shape[0], capacity, share, req_to_token.stride(0), height if width else 0, width,
         BLOCK=BLOCK, WORDS=out.element_size() // 4,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.backends.ascend._device import cdiv, pow2, vector_cores
-from hal.backends.ascend._spans import extent, largest_page, put_run, write_indptr
+from hal.backends.ascend._spans import extent, largest_page, put_run, store, write_indptr
 from hal.triton import launch
 
 INTS = ("bs", "capacity", "stride", "columns", "page_size", "keep")
@@ -25,7 +25,6 @@ def _kv_indices_from_blocks(
     BLOCK: tl.constexpr, WORDS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
-    wide = tl.arange(0, BLOCK * WORDS)
     # Small integers compare exactly in fp32, and only fp32 vectors compare in one instruction.
     lane_f = lane.to(tl.float32)
     me = tl.program_id(0).to(tl.int64)
@@ -68,16 +67,11 @@ def _kv_indices_from_blocks(
                         inside = position % page_size
                         run = tl.minimum(beyond - done, page_size - inside)
                         page = tl.load(table + tl.cast(j, tl.int64) * stride + position // page_size).to(tl.int64)
-                        if (page >= 0) & (page <= most):
-                            slot = page * page_size + inside
-                            if WORDS == 2:
-                                run = tl.minimum(run, (1 << 32) - (slot & 0xFFFFFFFF))
-                            slots, above = put_run(slots, above, lane, lane_f, done, run, slot, WORDS)
+                        slots, above, run = put_run(
+                            slots, above, lane, lane_f, done, run, page, inside, page_size, most, WORDS
+                        )
                         done += run
-                if WORDS == 2:
-                    tl.store(out + t * 2 + wide, tl.interleave(slots, above), mask=wide < count.to(tl.int32) * 2)
-                else:
-                    tl.store(out + t + lane, slots, mask=lane < count.to(tl.int32))
+                store(out, t, slots, above, count.to(tl.int32), BLOCK, WORDS)
             at += kept
 
 

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.backends.ascend._device import TILE_BYTES, page_of, pow2, vector_cores
-from hal.backends.ascend.rope_kv_write import INTS, TENSORS, cache_refusal, half_tile
-from hal.kv.view import count_slots, strides
+from hal.backends.ascend._device import TILE_BYTES, pow2, vector_cores
+from hal.backends.ascend.rope_kv_write import INTS, TENSORS, addresses, cache_refusal, half_tile
 from hal.lowered import shared_writes
 from hal.triton import launch
 
@@ -181,15 +180,7 @@ def qk_norm_rope_kv_write(
     max_positions, rotary = cos_sin_cache.shape
     if n == 0 or max_positions == 0:
         return
-    cached = False
-    v_dim, page, num_slots = 1, 1, 0
-    kc = vc = (0, 0, 0)
-    v_token = v_head = 0
-    if k_cache is not None and v_cache is not None and v is not None:
-        cached = True
-        v_dim, v_token, v_head = v.shape[-1], v.stride(0), v.stride(1)
-        page, num_slots = page_of(k_cache), count_slots(k_cache)
-        kc, vc = strides(k_cache), strides(v_cache)
+    cached, v_dim, ints = addresses(q, k, v, k_cache, v_cache)
     half, tail = rotary // 2, head_dim - rotary
     # Twice what rope alone keeps, and pairs, which are taken apart and together, four times that: measured.
     wide = half_tile(half, interleaved)
@@ -197,8 +188,7 @@ def qk_norm_rope_kv_write(
     _qk_norm_rope_kv_write(
         (min(n, vector_cores(q.device)),),
         q, k, v if cached else None, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, float(eps),
-        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
-        *kc, *vc,
+        n, max_positions, *ints,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
         Q_TILE=min(pow2(q_heads), fit), K_TILE=max(1, min(pow2(kv_heads), fit, TILE_BYTES // 4 // pow2(v_dim))),
         B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim), PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,

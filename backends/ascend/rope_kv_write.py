@@ -134,27 +134,29 @@ def rope_kv_write(
     max_positions, rotary = cos_sin_cache.shape
     if n == 0 or max_positions == 0:
         return
-    cached = False
-    v_dim, page, num_slots = 1, 1, 0
-    kc = vc = (0, 0, 0)
-    v_token = v_head = 0
-    if k_cache is not None and v_cache is not None and v is not None:
-        cached = True
-        v_dim, v_token, v_head = v.shape[-1], v.stride(0), v.stride(1)
-        page, num_slots = page_of(k_cache), count_slots(k_cache)
-        kc, vc = strides(k_cache), strides(v_cache)
+    cached, v_dim, ints = addresses(q, k, v, k_cache, v_cache)
     half, tail = rotary // 2, head_dim - rotary
     wide = half_tile(half, interleaved)
     q_tile, k_tile = _tiles(q_heads, kv_heads, wide, max(tail, v_dim), interleaved)
     _rope_kv_write(
         (min(n, vector_cores(q.device)),),
         q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots,
-        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
-        *kc, *vc,
+        n, max_positions, *ints,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
         Q_TILE=q_tile, K_TILE=k_tile, B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim),
         PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
     )  # fmt: skip
+
+
+def addresses(
+    q: Tensor, k: Tensor, v: Tensor | None, k_cache: Tensor | None, v_cache: Tensor | None
+) -> tuple[bool, int, tuple[int, ...]]:
+    """(whether there are caches, v's head dim or 1, `INTS` from the number of slots on)."""
+    here = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
+    if k_cache is None or v_cache is None or v is None:
+        return False, 1, (0, 1, *here, *(0,) * 8)
+    sizes = count_slots(k_cache), page_of(k_cache)
+    return True, v.shape[-1], (*sizes, *here, v.stride(0), v.stride(1), *strides(k_cache), *strides(v_cache))
 
 
 def half_tile(half: int, interleaved: bool) -> int:
