@@ -45,8 +45,8 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
             if point.name == name and point.fault is None:
                 own |= dict(_package(point.value.partition(":")[0].partition(".")[0]))
                 own |= dict(_installed(point.dist))
-    hashes = _hashes({**files, **own})
-    return {"files": hashes, "sha256": _digest(hashes), "complete": bool(own)}
+    found = hashes({**files, **own})
+    return {"files": found, "sha256": _digest(found), "complete": bool(own)}
 
 
 def suite_files() -> dict[str, Path]:
@@ -56,15 +56,16 @@ def suite_files() -> dict[str, Path]:
 
 def suite_hash() -> str:
     """SHA-256 over `suite_files`."""
-    return _digest(_hashes(suite_files()))
+    return _digest(hashes(suite_files()))
 
 
-def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+def hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each file."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
 
 
-def _digest(hashes: Mapping[str, str]) -> str:
-    return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in hashes.items()).encode()).hexdigest()
+def _digest(found: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in found.items()).encode()).hexdigest()
 
 
 def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
