@@ -34,6 +34,8 @@ def main(folder: str) -> int:
         print(f"{there.relative_to(COMMITTED.parents[1])}: {len(report['cases'])} cases")
     for kills in Path(folder).glob("sabotage-*.json"):
         shutil.copy(kills, COMMITTED)
+    for inspected in Path(folder).glob("*/inspect.json"):
+        shutil.copy(inspected, COMMITTED / inspected.parent.name)
     if not found:
         print(f"ci/certificates: no */report.json in {folder}", file=sys.stderr)
     return int(not found)

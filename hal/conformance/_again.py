@@ -14,6 +14,7 @@ from hal.conformance._cases import case_list
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case
 from hal.conformance._run import list_cases, ops_of, run, surroundings
+from hal.conformance._sources import changed, code_of, hashes
 from hal.conformance._verify import inconsistencies, read
 from hal.conformance._worker import Worker
 from hal.ops import BUILTIN, get_spec
@@ -148,6 +149,20 @@ def differences(report: Mapping[str, Any], asked: Asked, worker: Worker, theirs:
     other = [f"{what}: the report's {was}, expected {due}" for what, (was, due) in pairs.items() if was != due]
     wrong, remarks = inconsistencies(report, theirs)
     return [*other, *wrong, *remarks]
+
+
+def made_of(backend: str, more: Mapping[str, Path]) -> dict[str, Any]:
+    """What stands in a file that is to prove as much as a report does: the code, a hash a file, and the versions."""
+    now = surroundings("")
+    files = code_of(backend)["files"] | hashes(more)
+    return {"python": now["python"], "versions": _versions(now), "files": files}
+
+
+def unlike(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of `made_of` was another then."""
+    files = changed(was, now)
+    said = [f"{x}: was {was[x]}, is {now[x]}" for x in ("python", "versions") if was[x] != now[x]]
+    return said + [f"the code is not what was judged: {', '.join(files[:4])}, in all {len(files)}"] * bool(files)
 
 
 def _versions(environment: Mapping[str, Any]) -> str:

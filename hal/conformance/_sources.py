@@ -68,7 +68,7 @@ def _digest(found: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in found.items()).encode()).hexdigest()
 
 
-def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The files that are not what they were."""
     a, b = recorded["files"], now["files"]
     return sorted(n for n in {*a, *b} if a.get(n) != b.get(n))

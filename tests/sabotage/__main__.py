@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hal.conformance._run import surroundings
-from hal.conformance._sources import changed, code_of, hashes, suite_files
+from hal.conformance._again import made_of, unlike
+from hal.conformance._sources import suite_files
 from hal.ops import BUILTIN
 from sabotage import faults
 from sabotage._healthy import Fault
@@ -64,33 +64,21 @@ def main() -> int:
 
 
 def what() -> dict[str, Any]:
-    """What a score is of: the suite, the code under the faults and the faults, a hash a file; the versions."""
-    here = Path(__file__).parent
-    files = suite_files() | {f"tests/sabotage/{p.name}": p for p in here.glob("*.py")}
-    about = surroundings("")
-    return {
-        "python": about["python"],
-        "versions": ", ".join(f"{d['name']} {d['version']}" for d in about["distributions"]),
-        "files": code_of("reference")["files"] | hashes(files),
-    }
+    """What a score is of: the suite, the code under the faults, and the faults."""
+    faulty = {f"tests/sabotage/{p.name}": p for p in Path(__file__).parent.glob("*.py")}
+    return made_of("reference", suite_files() | faulty)
 
 
 def differences(path: Path, chosen: Sequence[Fault], device: str) -> list[str]:
     """Why a score does not stand for the run: nothing, where it does."""
     try:
         report = json.loads(path.read_text("utf-8"))
-        was, now = report["of"], what()
+        said = unlike(report["of"], what())
         outcomes = {(k["op"], k["fault"]): k["outcome"] for k in report["faults"]}
-        files = changed(was, now)
-        said = [f"{x}: the score's {was[x]}, here {now[x]}" for x in ("python", "versions") if was[x] != now[x]]
         if report["device"] != device:
-            said.append(f"device: the score's {report['device']}, here {device}")
+            said.append(f"device: was {report['device']}, is {device}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return [f"not a score of known code: {type(e).__name__}: {e}"]
-    if files:
-        said.append(
-            f"the code is not what was judged: {', '.join(files[:4])}{f' and {len(files) - 4} more' * (len(files) > 4)}"
-        )
     if outcomes != {(f.op, f.name): "killed" if device in f.device else "not run" for f in chosen}:
         said.append("its faults are not these, each of them killed")
     return said
