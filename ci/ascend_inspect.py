@@ -15,6 +15,7 @@ from typing import Any
 from hal.backends.ascend._shapes import cases
 from hal.backends.ascend.inspect import inspect, regressions, table
 from hal.conformance._again import made_of, unlike
+from hal.conformance._sources import code_of, hashes
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests/backends/ascend/inspect.json"
@@ -25,7 +26,7 @@ EVERY = 6
 def what(chip: str) -> dict[str, Any]:
     """What is inspected: the code, the versions, what is compared with, and for which chip."""
     mine = {str(p.relative_to(ROOT)): p for p in (RECORDED, Path(__file__))}
-    return {"chip": chip, **made_of("ascend", mine)}
+    return {"chip": chip, **made_of(code_of("ascend")["files"] | hashes(mine))}
 
 
 def differences(proven: Path, now: dict[str, Any]) -> list[str]:

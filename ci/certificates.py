@@ -34,8 +34,9 @@ def main(folder: str) -> int:
         print(f"{there.relative_to(COMMITTED.parents[1])}: {len(report['cases'])} cases")
     for kills in Path(folder).glob("sabotage-*.json"):
         shutil.copy(kills, COMMITTED)
-    for inspected in Path(folder).glob("*/inspect.json"):
-        shutil.copy(inspected, COMMITTED / inspected.parent.name)
+    for proven in (*Path(folder).glob("*/inspect.json"), *Path(folder).glob("tests/*.json")):
+        (COMMITTED / proven.parent.name).mkdir(exist_ok=True)
+        shutil.copy(proven, COMMITTED / proven.parent.name)
     if not found:
         print(f"ci/certificates: no */report.json in {folder}", file=sys.stderr)
     return int(not found)

@@ -14,7 +14,7 @@ from hal.conformance._cases import case_list
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case
 from hal.conformance._run import list_cases, ops_of, run, surroundings
-from hal.conformance._sources import changed, code_of, hashes
+from hal.conformance._sources import changed
 from hal.conformance._verify import inconsistencies, read
 from hal.conformance._worker import Worker
 from hal.ops import BUILTIN, get_spec
@@ -151,11 +151,10 @@ def differences(report: Mapping[str, Any], asked: Asked, worker: Worker, theirs:
     return [*other, *wrong, *remarks]
 
 
-def made_of(backend: str, more: Mapping[str, Path]) -> dict[str, Any]:
+def made_of(files: Mapping[str, str]) -> dict[str, Any]:
     """What stands in a file that is to prove as much as a report does: the code, a hash a file, and the versions."""
     now = surroundings("")
-    files = code_of(backend)["files"] | hashes(more)
-    return {"python": now["python"], "versions": _versions(now), "files": files}
+    return {"python": now["python"], "versions": _versions(now), "files": dict(files)}
 
 
 def unlike(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hal.conformance._again import made_of, unlike
-from hal.conformance._sources import suite_files
+from hal.conformance._sources import code_of, hashes, suite_files
 from hal.ops import BUILTIN
 from sabotage import faults
 from sabotage._healthy import Fault
@@ -66,7 +66,7 @@ def main() -> int:
 def what() -> dict[str, Any]:
     """What a score is of: the suite, the code under the faults, and the faults."""
     faulty = {f"tests/sabotage/{p.name}": p for p in Path(__file__).parent.glob("*.py")}
-    return made_of("reference", suite_files() | faulty)
+    return made_of(code_of("reference")["files"] | hashes(suite_files() | faulty))
 
 
 def differences(path: Path, chosen: Sequence[Fault], device: str) -> list[str]:

@@ -18,7 +18,7 @@ from hal.backends.ascend import hal_backend
 
 OPS = list(hal_backend().ops)
 PAGE = mmap.PAGESIZE
-# Every access of every sample is checked where it is traced. This is the second line: by default a sixteenth at each end.
+# Every access of every sample is checked where it is traced. This is the second line: by default 1 of 16 at each end.
 CI_ALL = os.environ.get("CI_ALL")
 _held: list[mmap.mmap] = []
 
