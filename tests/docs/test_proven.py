@@ -74,4 +74,6 @@ def test_what_outcomes_stand_for(tmp_path: Path) -> None:
         assert says in why
         assert bool(why) == bool(says)
     assert "FileNotFoundError" in proven.differences(tmp_path / "absent", ids, now)[0]
-    assert {"hal", "tests", "ci/proven.py"} == proven.of()["files"].keys()
+    files = proven.of()["files"]
+    assert files.keys() == {"hal", "tests", "examples", "pyproject.toml", "ci/proven.py"}
+    assert len({*files.values()}) == len(files)
