@@ -1,7 +1,7 @@
 """Tests whose outcomes are committed: where they are of this very code, one in ten runs again, else all of them.
 
 A lane names a group of tests in CI_PROVEN, and ``tests/conftest.py`` loads this. docs/conformance/tests/GROUP.json has
-each test's outcome, and what code, with which versions, that is of: all of hal, the tests and the examples, by a hash each.
+each test's outcome, and what code that is of, with which versions: all of hal, the tests and the examples, by hashes.
 Which tests run again is drawn by CI_SEED; each must come to what was recorded. A whole run in which none failed is
 written to $REPORTS/tests/GROUP.json, if that is set: ci/certificates commits it. `ci/test all` sets no CI_PROVEN.
 """
