@@ -1,4 +1,5 @@
-"""Puts reports into docs/conformance, a case a line, so that a diff tells them apart: ``ci/certificates FOLDER``."""
+"""Puts what a run has proved into docs/conformance, of a report a case a line, so that a diff tells them apart:
+``ci/certificates FOLDER``."""
 
 from __future__ import annotations
 
@@ -32,11 +33,16 @@ def main(folder: str) -> int:
         there.mkdir(exist_ok=True)
         (there / "report.json").write_text(compact(report), "utf-8")
         print(f"{there.relative_to(COMMITTED.parents[1])}: {len(report['cases'])} cases")
-    for kills in Path(folder).glob("sabotage-*.json"):
-        shutil.copy(kills, COMMITTED)
-    if not found:
-        print(f"ci/certificates: no */report.json in {folder}", file=sys.stderr)
-    return int(not found)
+    names = ("sabotage-*.json", "*/inspect.json", "tests/*.json")
+    others = [path for name in names for path in sorted(Path(folder).glob(name))]
+    for proven in others:
+        there = COMMITTED / proven.relative_to(folder)
+        there.parent.mkdir(exist_ok=True)
+        shutil.copy(proven, there)
+        print(there.relative_to(COMMITTED.parents[1]))
+    if not found and not others:
+        print(f"ci/certificates: nothing that was proven in {folder}", file=sys.stderr)
+    return int(not found and not others)
 
 
 if __name__ == "__main__":

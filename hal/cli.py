@@ -218,12 +218,17 @@ def conformance(
     ] = None,
     verify: Annotated[Path | None, typer.Option(help="A report.json to check instead of a run.")] = None,
     rerun: Annotated[int, typer.Option(help="With --verify: how many of its cases to run again.")] = 0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A report.json: where it is of this very code, some of its cases run again instead of all."),
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="With --against: one in so many cases.")] = 10,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds in which a call has to end; then it hangs. Default: 120.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that run cases at a time.")] = 1,
     seed: Annotated[
-        int | None, typer.Option(help="What fresh inputs are drawn from, as a report says; none: anew.")
+        int | None, typer.Option(help="What fresh inputs, and the cases to run again, are drawn from; none: anew.")
     ] = None,
 ) -> None:
     """Judges a backend by the contracts: value, memory, streams, threads. In a child that decides nothing else."""
@@ -240,7 +245,7 @@ def conformance(
     code = run_part(
         "hal.conformance", "main", "hal conformance", "conformance",
         backend, op, lane, _path(report), certify, imports or (), device=device, verify=_path(verify), rerun=rerun,
-        timeout=timeout, jobs=jobs, seed=seed,
+        against=_path(against), sample=sample, timeout=timeout, jobs=jobs, seed=seed,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -27,7 +27,7 @@ from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._judge import Apart, judge
 from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case, Result
 from hal.conformance._sources import code_of, suite_hash
-from hal.conformance._verify import beyond_samples, core_ops, inconsistencies, read, simulates
+from hal.conformance._verify import beyond_samples, core_ops, simulates
 from hal.conformance._worker import Worker
 from hal.conformance._writers import Report
 from hal.ops import BUILTIN, get_spec
@@ -111,6 +111,8 @@ def main(
     device: str | None = None,
     verify: str | Path | None = None,
     rerun: int = 0,
+    against: str | Path | None = None,
+    sample: int = 10,
     quiet: bool = False,
     timeout: float | None = None,
     jobs: int = 1,
@@ -128,13 +130,19 @@ def main(
         device: e.g. ``cuda:1``; None: the lane's first device type.
         verify: a report.json to check instead of a run.
         rerun: with `verify`: how many random cases of it to execute again.
+        against: a report.json. Where it is of this very code, one in `sample` of its cases runs again, and has to come
+            to what it says; where it is not, all run, as without it, and `report` is written.
+        sample: with `against`: one in so many cases.
         timeout: seconds in which a call has to end; None: 120, or 900 in a lane that stands in for a device.
         jobs: processes that run cases at a time; those that measure time, memory or threads run alone all the same.
-        seed: what fresh inputs are drawn from, to replay a report's; None: another one every time.
+        seed: what fresh inputs are drawn from, to replay a report's, and with `rerun` or `against` which cases run
+            again; None: another one every time.
 
     Returns:
         0 ok, 1 failed, 2 a wrong option, 3 nothing ran.
     """
+
+    from hal.conformance._again import Asked, check, still
 
     def say(text: str) -> None:
         if not quiet:
@@ -142,13 +150,18 @@ def main(
 
     try:
         if verify is not None:
-            return check(Path(verify), rerun, say)
+            return check(Path(verify), rerun, say, seed)
         if backend is None:
             raise SelectionError("hal: conformance: name a backend: cpu, cuda, ascend, reference, or a plugin's")
         if certify and (ops or imports):
             raise SelectionError(
                 "hal: conformance: --certify judges all ops of an installed backend; leave out --op and --import"
             )
+        if against is not None:
+            asked = Asked(backend, lane or _env.get("HAL_LANE"), device, tuple(imports), ops, timeout, certify)
+            held = still(Path(against), asked, sample, say, jobs, seed)
+            if held is not None:
+                return held
         with _progress.show(quiet=quiet) as bar:
             tell = None if quiet else partial(teller, bar)
             document = judge_backend(backend, ops, lane, certify, imports, device, timeout, tell, jobs, seed)
@@ -190,7 +203,7 @@ def judge_backend(
         about, lane = worker.about, worker.lane
         if certify and lane == EMULATED:
             raise Fatal(f"{about['device']}: an emulated device is never certified; leave out --certify")
-        names = _ops_of(worker, ops)
+        names = ops_of(worker, ops)
         mine = [op for op in names if op in BUILTIN]
         own = [op for op in names if op not in BUILTIN]
         cases = case_list({op: get_spec(op) for op in mine}) + list_cases(worker, own)
@@ -235,7 +248,7 @@ def judge_backend(
 SCHEMA = _report.SCHEMA
 
 
-def _ops_of(worker: Worker, ops: Sequence[str] | None) -> list[str]:
+def ops_of(worker: Worker, ops: Sequence[str] | None) -> list[str]:
     """Those that were asked for; else all of ours and the plugin's own; of one implementation, those that it has."""
     if ops:
         return list(dict.fromkeys(ops))
@@ -274,7 +287,10 @@ def _declared_waivers(backend: str, raw: Any) -> tuple[_waivers.Waiver, ...]:
 
 def surroundings(distribution: str) -> dict[str, Any]:
     """Versions and RECORD hashes of what took part."""
-    names = ["hal-kernels", "torch", "triton", "triton-ascend", "numba", "numpy", "pluggy", "hypothesis"]
+    names = [
+        "hal-kernels", "torch", "triton", "triton-ascend", "ascendnpu-ir", "numba", "llvmlite", "numpy", "pluggy",
+        "hypothesis",
+    ]  # fmt: skip
     if distribution:
         names.append(distribution)
     found = []
@@ -289,60 +305,7 @@ def surroundings(distribution: str) -> dict[str, Any]:
     return {"python": platform.python_version(), "platform": platform.platform(), "distributions": found}
 
 
-# --- checking a report ------------------------------------------------------------------------------
-
-
-def check(path: Path, rerun: int, say: Callable[[str], None]) -> int:
-    """``--verify``, and ``--rerun``: 0 where the report holds, 1 where not, 2 where it can't be read."""
-    try:
-        report = read(path)
-    except (OSError, ValueError) as e:
-        print(f"hal: conformance: {path}: not a report: {e}", file=sys.stderr)
-        return 2
-    worker: Worker | None = None
-    own = [op for op in report["suite"]["ops"] if op not in BUILTIN]
-    try:
-        if own or rerun:
-            drawn, fixed = report["beyond_samples"]["seed"], report["certify"]
-            ops = report["suite"]["ops"]
-            worker = find(job_for(report["backend"], report["lane"], None, (), ops, fixed=fixed, seed=drawn))
-        theirs = list_cases(worker, own) if worker else []
-        wrong, remarks = inconsistencies(report, theirs)
-        for problem in wrong:
-            say(f"inconsistent: {problem}")
-        if wrong:
-            return 1
-        state = "certified" if report["verdict"]["certified"] else "not certified"
-        say(f"{path}: consistent; {report['backend']}, lane {report['lane']}: {state}. {_report.NOTE}")
-        for remark in remarks:
-            say(remark)
-        return _again(report, theirs, worker, rerun, say) if worker and rerun else 0
-    except Fatal as e:
-        print(f"hal: conformance: {e}", file=sys.stderr)
-        return 3
-    finally:
-        if worker:
-            worker.close()
-
-
-def _again(
-    report: Mapping[str, Any], theirs: Sequence[Case], worker: Worker, count: int, say: Callable[[str], None]
-) -> int:
-    seed = random.SystemRandom().randrange(2**32)
-    ran = [r for r in report["cases"] if r["outcome"] != NOT_RUN]
-    some = {r["id"]: r for r in random.Random(seed).sample(ran, min(count, len(ran)))}
-    ours = case_list({op: get_spec(op) for op in report["suite"]["ops"] if op in BUILTIN})
-    cases = [c for c in [*ours, *theirs] if c.id in some]
-    outcome = run(worker, cases)
-    differing = 0
-    for case in cases:
-        result = outcome.results[case.id]
-        was = PASSED if some[case.id]["outcome"] == SIMULATED else some[case.id]["outcome"]
-        if result.outcome != was:
-            differing += 1
-            say(f"{case.id}: reported {was}, now {result.outcome}: {result.reason}")
-    say(f"ran {len(cases)} cases again (seed {seed}), {differing} differ")
-    return int(differing > 0)
+# --- again -----------------------------------------------------------------------------------------
 
 
 def replay(op: str, backend: str, lane: str = "device", **params: Any) -> None:

@@ -30,11 +30,11 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
     files: dict[str, Path] = {}
     for top in sorted(HAL.iterdir()):
         if top.name not in NOT_JUDGED:
-            files |= {f"hal/{name}": path for name, path in _under(top, top.name)}
+            files |= {f"hal/{name}": path for name, path in under(top, top.name)}
     name = backend.partition("/")[0]
     if name in BUILTIN:
-        own = dict(_under(HAL / "backends" / "__init__.py", "hal/backends/__init__.py"))
-        own |= dict(_under(HAL / "backends" / name, f"hal/backends/{name}"))
+        own = dict(under(HAL / "backends" / "__init__.py", "hal/backends/__init__.py"))
+        own |= dict(under(HAL / "backends" / name, f"hal/backends/{name}"))
     elif name == "reference":
         own = {"hal/ops/__init__.py": HAL / "ops" / "__init__.py"}
     else:
@@ -45,42 +45,44 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
             if point.name == name and point.fault is None:
                 own |= dict(_package(point.value.partition(":")[0].partition(".")[0]))
                 own |= dict(_installed(point.dist))
-    hashes = _hashes({**files, **own})
-    return {"files": hashes, "sha256": _digest(hashes), "complete": bool(own)}
+    found = hashes({**files, **own})
+    return {"files": found, "sha256": digest(found), "complete": bool(own)}
 
 
 def suite_files() -> dict[str, Path]:
     """The sources that decide a verdict: the suite, who makes the calls, contracts, truths, pools."""
-    return {f"hal/{name}": path for top in SUITE for name, path in _under(HAL / top, top)}
+    return {f"hal/{name}": path for top in SUITE for name, path in under(HAL / top, top)}
 
 
 def suite_hash() -> str:
     """SHA-256 over `suite_files`."""
-    return _digest(_hashes(suite_files()))
+    return digest(hashes(suite_files()))
 
 
-def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+def hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each file."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
 
 
-def _digest(hashes: Mapping[str, str]) -> str:
-    return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in hashes.items()).encode()).hexdigest()
+def digest(found: Mapping[str, str]) -> str:
+    """Of `hashes`, one."""
+    return hashlib.sha256("".join(f"{n}\0{h}\n" for n, h in found.items()).encode()).hexdigest()
 
 
-def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The files that are not what they were."""
     a, b = recorded["files"], now["files"]
     return sorted(n for n in {*a, *b} if a.get(n) != b.get(n))
 
 
-def _under(path: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """(name, file) of what can run, of a file or below a folder."""
+def under(path: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """(name, file) of what can run, of a file or below a folder, which `name` names."""
     if path.is_file():
         if path.suffix in SUFFIXES:
             yield name, path
     elif path.is_dir() and path.name != "__pycache__":
         for child in sorted(path.iterdir()):
-            yield from _under(child, f"{name}/{child.name}")
+            yield from under(child, f"{name}/{child.name}")
 
 
 def _package(top: str, path: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
@@ -90,9 +92,9 @@ def _package(top: str, path: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
     if found is None:
         return
     if found.submodule_search_locations is None and found.origin:
-        yield from _under(Path(found.origin), Path(found.origin).name)
+        yield from under(Path(found.origin), Path(found.origin).name)
     for place in found.submodule_search_locations or ():
-        yield from _under(Path(place), top)
+        yield from under(Path(place), top)
 
 
 def _installed(dist: metadata.Distribution | None) -> Iterator[tuple[str, Path]]:

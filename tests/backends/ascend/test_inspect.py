@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
 
+import ascend_inspect
 import pytest
 import torch
 from ascend import sabotage
@@ -159,3 +161,19 @@ def test_a_bad_kernel_changes_the_verdict(monkeypatch: pytest.MonkeyPatch) -> No
     assert "int64_vectors" in inspect._row(case, {}, launches, {}, TARGETS)["verdict"]
     wasteful = dataclasses.replace(case, needed=lambda a: 100)
     assert "bytes moved where 100 are needed" in inspect._row(wasteful, {}, launches, {}, TARGETS)["verdict"]
+
+
+def test_an_inspection_stands_for_one_of_the_same_code(tmp_path: Path) -> None:
+    proven, now = tmp_path / "inspect.json", ascend_inspect.what("Ascend910B3")
+    kept = ("tests/backends/ascend/inspect.json", "hal/backends/ascend/rope_kv_write.py", "hal/lowered/lint.py")
+    assert set(kept) <= now["files"].keys()
+    for change, says in (
+        ({}, ""), ({"chip": "Ascend950"}, "chip: was Ascend950"), ({"python": "3.10"}, "python: was 3.10"),
+        ({"versions": "triton-ascend 3.1.0"}, "versions: was triton-ascend 3.1.0"), ({"files": {}}, "is not what was"),
+        ({"files": now["files"] | {kept[1]: "0"}}, f"judged: {kept[1]}"), ({"files": None}, "TypeError"),
+    ):  # fmt: skip
+        proven.write_text(json.dumps(now | change))
+        why = "; ".join(ascend_inspect.differences(proven, now))
+        assert says in why
+        assert bool(says) == bool(why)
+    assert "FileNotFoundError" in ascend_inspect.differences(tmp_path / "absent", now)[0]
