@@ -35,10 +35,7 @@ def usable() -> bool:
     """Whether this CPU has the unit, numba compiles for it, and the system lets this process use it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    from numba.core.registry import cpu_target
-
-    features = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
-    if not all(f"+{need}" in features for need in _NEEDS):
+    if not vec.features().issuperset(_NEEDS):
         return False
     # Linux gives the tiles to a process that asks: torch does.
     ask = getattr(torch.cpu, "_init_amx", None)
@@ -154,6 +151,20 @@ def copy_rows(typingctx: Any, to: Any, cache: Any, at: Any, dim: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def evenly(typingctx: Any, at: Any) -> Any:
+    """Whether 16 numbers are evenly spaced."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x = [vec.raw(b, args[0], "i64", I64(j), 8) for j in (0, 1, 7, 8)]
+        one, two = b.sub(x[1], x[0]), b.sub(x[3], x[2])
+        first = vec.shuffle(b, one, one, [0] * 8)
+        odd = b.bitcast(b.or_(b.icmp_signed("!=", one, first), b.icmp_signed("!=", two, first)), I8)
+        return b.icmp_signed("==", odd, I8(0))
+
+    return types.boolean(at), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y: Any, y_step: Any) -> Any:
     """``out[i, h] = q[h] . key[i]`` for 16 keys at `x` and 16 at `y`, each `step` bytes after the other, and h < 4.
 
@@ -179,24 +190,47 @@ def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile_weights(typingctx: Any, p: Any, logits: Any, count: Any) -> Any:
-    """``logits[i, h]`` for i < count, a multiple of 16, and h < 4, as first factors of `tile_weigh`: a tile of 8 rows
-    for each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next."""
+def tile_weights(
+    typingctx: Any, p: Any, logits: Any, count: Any, tops: Any, sums: Any, keep: Any, scale: Any
+) -> Any:  # fmt: skip
+    """`_fma.soften` of ``logits[i, h]`` for i < count, a multiple of 32, and h < 4, as first factors of `tile_weigh`: a
+    tile of 8 rows for each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p_, logits_, count_ = args
-        word = vec.vector(I32)
+        p_, logits_, count_, tops_, sums_, keep_, scale_ = args
+        word, by = vec.vector(I32), vec.fill(b, scale_)
+        old = vec.read(b, tops_, "fp32", I64(0))
+        most, totals = ([cgutils.alloca_once(b, vec.vector()) for _ in range(4)] for _ in range(2))
+        for place, total in zip(most, totals, strict=True):
+            b.store(old, place)
+            b.store(vec.number(0.0), total)
         with steps(b, I64(0), count_, LANES) as i:
-            x = [vec.read(b, logits_, "fp32", b.add(b.mul(i, I64(4)), I64(LANES * j))) for j in range(4)]
-            halves = [vec.shuffle(b, x[j], x[j + 1], range(32)) for j in (0, 2)]
+            for j, place in enumerate(most):
+                x = vec.read(b, logits_, "fp32", b.add(b.shl(i, I64(2)), I64(LANES * j)))
+                b.store(vec.larger(b, b.fmul(x, by), b.load(place)), place)
+        top = vec.across(b, vec.folded(b, most, vec.larger), 4, vec.larger)
+        base = b.select(b.fcmp_ordered(">", top, vec.number(float("-inf"))), top, vec.number(0.0))
+        kept = vec.exp2(b, b.fsub(old, base))
+        with steps(b, I64(0), count_, LANES) as i:
+            e = []
+            for j, total in enumerate(totals):
+                x = vec.read(b, logits_, "fp32", b.add(b.shl(i, I64(2)), I64(LANES * j)))
+                e.append(vec.exp2(b, vec.fma(b, x, by, b.fneg(base)), 5))
+                b.store(b.fadd(b.load(total), e[j]), total)
+            halves = [vec.shuffle(b, e[j], e[j + 1], range(32)) for j in (0, 2)]
             for h in range(4):
-                row = b.zext(encode(b, "bf16", vec.shuffle(b, halves[0], halves[1], range(h, 64, 4))), word)
+                row = b.zext(vec.to_bf16(b, vec.shuffle(b, halves[0], halves[1], range(h, 64, 4))), word)
                 at = b.add(b.shl(i, I64(4)), I64(64 * h))
                 vec.write(b, p_, at, row)
                 vec.write(b, p_, b.add(at, I64(32)), b.shl(row, ir.Constant(word, [I32(16)] * LANES)))
+        vec.write(b, tops_, I64(0), top)
+        vec.write(b, sums_, I64(0), vec.fma(b, vec.read(b, sums_, "fp32", I64(0)), kept, vec.folded(b, totals, vec.add)))
+        vec.write(b, keep_, I64(0), kept)
         return context.get_dummy_value()
 
-    return types.void(p, logits, types.int64), codegen
+    n = types.int64
+    return types.void(p, logits, n, tops, sums, keep, types.float32), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from torch import Tensor
 from hal.backends.cpu._amx import begin_tiles, end_tiles
 from hal.backends.cpu._bits import cast, load, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import log
+from hal.backends.cpu._fma import LOG2E, logsum
 from hal.backends.cpu._index import get
 from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._online import aligned, bits
@@ -177,7 +177,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 if lse_token:
                     store(
                         cast(lse, "fp32"), t * lse_token + g,
-                        load(tops, i) + log(total) if total != 0.0 else np.float32(-np.inf),
+                        logsum(total, load(tops, i)) if total != 0.0 else np.float32(-np.inf),
                     )  # fmt: skip
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
@@ -222,12 +222,12 @@ def attend(
         k_strides, v_strides = (0, *k_strides), (0, *v_strides)
     work = sum((stop - t) * length for t, stop, _, _, length in blocks) * group
     run(
-        kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), len(blocks) * kv_heads, work // len(blocks) * dim // 16,
+        kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), len(blocks) * kv_heads, work // len(blocks) * dim // 2,
         (
             q.data_ptr(), *q.stride()[:2], group, kv_heads, dim, v_dim,
             k_cache.data_ptr(), *k_strides[:3], v_cache.data_ptr(), *v_strides[:3], size, page,
             bits(page, k_cache.ndim), table.data_ptr(), kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
             out.data_ptr(), *out.stride()[:2], 0 if lse is None else lse.data_ptr(), 0 if lse is None else heads,
-            scale, min(sliding_window, 1 << 40), causal, tokens,
+            scale * LOG2E, min(sliding_window, 1 << 40), causal, tokens,
         ),
     )  # fmt: skip

@@ -14,32 +14,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hal.backends.cpu import _pool
 from hal.backends.cpu._amx import (
     begin_tiles,
     copy_rows,
     end_tiles,
+    evenly,
     merge_dims,
     pack_queries,
     tile_dots,
     tile_weigh,
     tile_weights,
 )  # fmt: skip
-from hal.backends.cpu._bits import address, cast, load, shift, store, view
+from hal.backends.cpu._bits import address, cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import dots, fetch, log, rescale, soften, weigh
-from hal.backends.cpu._index import get, index
+from hal.backends.cpu._fma import LOG2E, dots, fetch, logsum, rescale, soften, weigh
+from hal.backends.cpu._index import get, in_a_row, index
 from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-BLOCK = 64
+BLOCK = 256
 """Keys in a block, a multiple of 32."""
 SPREAD = BLOCK // LANES
 NEAR = 32 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
+COST = 4
+"""A byte of the cache costs as much as so many that are copied: calls are shared by threads accordingly."""
+SHARE = _pool.SHARE // COST
+TURNS = 4
+"""Turns of each thread at least, where keys of few requests are split."""
+EMPTY = torch.empty(0, device="cpu", dtype=torch.int64)
 MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
 """Queries times keys of a request up to which one at a time is faster. A single query always is."""
 
@@ -62,26 +70,26 @@ def _list(  # type: ignore[no-untyped-def]
     """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up
     to a multiple of 32."""
     m = 0
-    following = -1  # the slot whose rows come right after the last ones
-    k_last = v_last = until = 0
+    k_last = v_last = 0
     while j < high and m < BLOCK:
         slot = get(indices, indices_64, j)
-        j += 1
-        if slot == following and slot >= 0:
-            k_last += k_row
-            v_last += v_row
-        elif 0 <= slot < num_slots:
-            whole = slot >> page_bits if page_bits else slot // page
-            rest = slot - whole * page
-            k_last = whole * k_page + rest * k_row
-            v_last = whole * v_page + rest * v_row
-            until = (whole + 1) * page
-        else:
+        if slot < 0 or slot >= num_slots:
+            j += 1
             continue
-        following = slot + 1 if slot + 1 < until else -1
-        store(k_at, m, k_last)
-        store(v_at, m, v_last)
-        m += 1
+        whole = slot >> page_bits if page_bits else slot // page
+        rest = slot - whole * page
+        k_last = whole * k_page + rest * k_row
+        v_last = whole * v_page + rest * v_row
+        n = 1
+        if rest + LANES <= page and m + LANES <= BLOCK and j + LANES <= high and in_a_row(indices, indices_64, j):
+            n = LANES
+        for c in range(n):
+            store(k_at, m + c, k_last + c * k_row)
+            store(v_at, m + c, v_last + c * v_row)
+        k_last += (n - 1) * k_row
+        v_last += (n - 1) * v_row
+        m += n
+        j += n
     if m:
         for c in range(m, (m + 31) // 32 * 32):
             store(k_at, c, k_last)
@@ -92,15 +100,42 @@ def _list(  # type: ignore[no-untyped-def]
 @inline
 def spread(cache, at, dim, room, c, to):  # type: ignore[no-untyped-def]
     """Where 16 rows lie, and bytes from one to the next: in the cache if that is the same for all, else in `room`."""
-    step, odd = load(at, 1) - load(at, 0), 0
-    for i in range(2, LANES):
-        odd |= load(at, i) - load(at, i - 1) - step
-    first = shift(cache, load(at, 0))
-    if odd:
+    step, first = load(at, 1) - load(at, 0), shift(cache, load(at, 0))
+    if not evenly(at):
         step, first = dim, shift(room, c * dim)
         copy_rows(first, cache, at, dim)
     store(to, c // LANES, address(first))
     store(to, SPREAD + c // LANES, 2 * step)
+
+
+@inline
+def _split(low, high, pieces, piece):  # type: ignore[no-untyped-def]
+    """(first, last, how many there are) of a piece of the keys from `low` to `high`; a piece is a multiple of 64."""
+    if pieces == 1 or high <= low:
+        return low, high, 1
+    each = ((high - low + pieces - 1) // pieces + 63) // 64 * 64
+    return low + piece * each, min(high, low + (piece + 1) * each), (high - low + each - 1) // each
+
+
+@inline
+def _join(ends, acc, group, v_dim, partial, count):  # type: ignore[no-untyped-def]
+    """What `count` pieces at `partial` have found, as if one had seen all of their keys."""
+    size = group * (v_dim + 2)
+    for g in range(group):
+        top, total, x = np.float32(-np.inf), np.float32(0.0), shift(acc, g * v_dim)
+        for c in range(count):
+            top = max(top, load(partial, c * size + g))
+        for d in range(v_dim):
+            store(x, d, np.float32(0.0))
+        for c in range(count):
+            mine = shift(partial, c * size)
+            by = np.float32(2.0 ** (load(mine, g) - (top if top > -np.inf else np.float32(0.0))))
+            total += by * load(mine, group + g)
+            y = shift(mine, 2 * group + g * v_dim)
+            for d in range(v_dim):
+                store(x, d, load(x, d) + by * load(y, d))
+        store(ends, g, top)
+        store(ends, group + g, total)
 
 
 def _kernel(  # type: ignore[no-untyped-def]
@@ -108,17 +143,19 @@ def _kernel(  # type: ignore[no-untyped-def]
     q, q_token, q_head, group, kv_heads, dim, v_dim, rows,
     k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page, page_bits,
     indptr, indptr_64, indices, indices_64, nnz, with_qo, qo, qo_64, out, out_token, out_head, lse, lse_token,
-    scale, window, causal, most, far,
+    scale, window, causal, most, far, pieces, partial, arrived,
 ):  # fmt: skip
     parts = (group + 3) // 4
-    # By parts of four heads: their logits, what they multiply, their queries, the output so far.
-    scratch = np.zeros(max(4 * BLOCK, v_dim) + parts * (48 + 4 * dim + 4 * v_dim) + 32, np.float32)
+    # By parts of four heads: their logits, what they multiply, their queries, the output so far and before it each
+    # head's largest logit and sum of weights.
+    scratch = np.empty(max(4 * BLOCK, v_dim) + parts * (64 + 4 * dim + 4 * v_dim) + 32, np.float32)
     saved = view(aligned(scratch.ctypes.data), "fp32")
     logits = shift(saved, 16)
     state = shift(logits, max(4 * BLOCK, v_dim))
     query = shift(state, parts * 48)
-    acc = shift(state, parts * (48 + 4 * dim))
-    listed = np.zeros(4 * BLOCK, np.int64)
+    acc = shift(query, parts * (16 + 4 * dim))
+    ends = shift(acc, -2 * group)
+    listed = np.empty(4 * BLOCK, np.int64)
     here = view(listed.ctypes.data, "i64")
     there = shift(here, 2 * BLOCK)
     if TILES:
@@ -134,7 +171,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     begin = take(counter, grain) if grain else 0
     while begin < n:
         for item in range(begin, min(begin + grain, n) if grain else n):
-            i, h = item // kv_heads, item % kv_heads
+            i, h, piece = item // pieces // kv_heads, item // pieces % kv_heads, item % pieces
             first = clamped(indptr, indptr_64, i, nnz)
             last = max(first, clamped(indptr, indptr_64, i + 1, nnz))
             t_first, t_last = i, i + 1
@@ -146,6 +183,9 @@ def _kernel(  # type: ignore[no-untyped-def]
                 own = last - (t_last - t)
                 low = max(first, own - window) if window >= 0 else first
                 high = own + 1 if causal else last
+                low, high, count = _split(low, high, pieces, piece)
+                if piece >= count:
+                    continue
                 for part in range(parts):
                     heads = min(4, group - 4 * part)
                     x = shift(q, t * q_token + (h * group + 4 * part) * q_head)
@@ -194,8 +234,9 @@ def _kernel(  # type: ignore[no-untyped-def]
                                     cast(view(load(k_by, c // LANES + 1), "i64"), keys_),
                                     load(k_by, SPREAD + c // LANES + 1),
                                 )  # fmt: skip
-                            soften(logits, 4 * m, 4 * padded, tops, sums, keep, scale, 4)
-                            tile_weights(p, logits, padded)
+                            for c in range(4 * m, 4 * padded):
+                                store(logits, c, np.float32(-np.inf))
+                            tile_weights(p, logits, padded, tops, sums, keep, scale)
                             if not fresh:
                                 rescale(y, v_dim, keep, 4)
                             tile_weigh(y, fresh, v_dim, values_, v_by, shift(v_by, SPREAD), padded, p)
@@ -216,28 +257,35 @@ def _kernel(  # type: ignore[no-untyped-def]
                             soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
                             weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
                     here, there, m, fresh = there, here, ahead, False
-                for part in range(parts):
-                    heads = min(4, group - 4 * part)
-                    lanes = 4 if TILES or heads == 3 else heads
-                    for g in range(heads):
-                        at = h * group + 4 * part + g
-                        y = shift(out, t * out_token + at * out_head)
-                        total = np.float32(0.0)
-                        for lane in range(g, LANES, lanes):
-                            total += load(state, part * 48 + LANES + lane)
-                        by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
-                        x = shift(acc, (part * 4 + g) * v_dim)
-                        if TILES:
-                            merge_dims(logits, x, v_dim)
-                            x = logits
-                        for d in range(v_dim):
-                            store(y, d, load(x, d) * by)
-                        if lse_token:
-                            top = load(state, part * 48 + g)
-                            store(
-                                cast(lse, "fp32"), t * lse_token + at,
-                                top + log(total) if total != 0.0 else np.float32(-np.inf),
-                            )  # fmt: skip
+                for g in range(group):
+                    part, lanes = g // 4 * 48, 4 if TILES or group - g // 4 * 4 > 2 else group - g // 4 * 4
+                    total = np.float32(0.0)
+                    for lane in range(g % 4, LANES, lanes):
+                        total += load(state, part + LANES + lane)
+                    store(ends, g, load(state, part + g % 4))
+                    store(ends, group + g, total)
+                if count > 1:
+                    size = group * (v_dim + 2)
+                    all_ = shift(cast(partial, "fp32"), item // pieces * pieces * size)
+                    move(shift(all_, piece * size), ends, size)
+                    if take(shift(arrived, item // pieces), 1) < count - 1:
+                        continue
+                    _join(ends, acc, group, v_dim, all_, count)
+                for g in range(group):
+                    y = shift(out, t * out_token + (h * group + g) * out_head)
+                    total = load(ends, group + g)
+                    by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
+                    x = shift(acc, g * v_dim)
+                    if TILES:
+                        merge_dims(logits, x, v_dim)
+                        x = logits
+                    for d in range(v_dim):
+                        store(y, d, load(x, d) * by)
+                    if lse_token:
+                        store(
+                            cast(lse, "fp32"), t * lse_token + h * group + g,
+                            logsum(total, load(ends, g)) if total != 0.0 else np.float32(-np.inf),
+                        )  # fmt: skip
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     scratch[0], listed[0] = 0.0, 0
@@ -250,7 +298,7 @@ VARIANT = {dtype: (FORMAT[dtype],) for dtype in MOST}
 TILES = False  # as `with_tiles` has it
 _TYPES = (
     "i64 int int  *x int int int int int int int  *x int int int *x int int int int int int "
-    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool"
+    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool int u8 i64"
 )
 kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
@@ -298,20 +346,26 @@ def attend(
         v_row, v_head, _ = v_strides
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
-    work = nnz * (dim + v_dim) * dtype.itemsize
+    group, work, items = heads // max(1, kv_heads), nnz * (dim + v_dim) * dtype.itemsize, bs * kv_heads
+    pieces, partial, arrived = 1, EMPTY, EMPTY
     if rows > bs:
         work *= -(-rows // max(1, bs))
+    elif work * kv_heads > SHARE and qo_indptr is None and items < TURNS * (threads := torch.get_num_threads()):
+        # So many that each thread has as many turns, and TURNS at least.
+        pieces = next(n for n in range(TURNS * threads // items, TURNS * threads + 1) if not items * n % threads)
+        partial = torch.empty(items * pieces * group * (v_dim + 2), dtype=torch.float32, device="cpu")
+        arrived = torch.zeros(items, dtype=torch.int64, device="cpu")
     run(
-        kernel_for(dtype, dim, v_dim), VARIANT[dtype], bs * kv_heads, work // max(1, bs),
+        kernel_for(dtype, dim, v_dim), VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
         (
-            q.data_ptr(), q_strides[0], q_strides[1], heads // max(1, kv_heads), kv_heads, dim, v_dim, rows,
+            q.data_ptr(), q_strides[0], q_strides[1], group, kv_heads, dim, v_dim, rows,
             k_cache.data_ptr(), k_page, k_row, k_head, v_cache.data_ptr(), v_page, v_row, v_head,
             size, page, bits(page, len(k_shape)),
             kv_indptr.data_ptr(), kv_indptr.dtype is torch.int64, kv_indices.data_ptr(),
             kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
-            0 if lse is None else heads, scale, min(sliding_window, 1 << 40), causal, MOST[dtype],
-            work * kv_heads > NEAR,
+            0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, MOST[dtype],
+            work * kv_heads > NEAR, pieces, partial.data_ptr(), arrived.data_ptr(),
         ),
     )  # fmt: skip
     return True

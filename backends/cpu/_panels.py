@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import F32, I32, I64, decode, encode, types
+from hal.backends.cpu._bits import F32, I32, I64, decode, types
 from hal.backends.cpu._vector import LANES, steps
 
 HIGH, WIDE = 6, 4
@@ -158,11 +158,11 @@ def soften_row(
     typingctx: Any, x: Any, p: Any, count: Any, whole: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any,
     scale: Any,
 ) -> Any:  # fmt: skip
-    """``p[i] = exp(scale * x[i] - top)`` for i < count, a multiple of 32; what the row's sums so far are to be
+    """``p[i] = 2^(scale * x[i] - top)`` for i < count, a multiple of 64; what the row's sums so far are to be
     multiplied by.
 
     Args:
-        p: fp32 or bf16; may be x. whole: the row sees all; else from `begin` to `end`, and where `alive` is not 0.
+        p: fp32, or bf16 by the CPU's own rounding; may be x. whole: the row sees all; else from `begin` to `end`, and where `alive` is not 0.
         top, total: the largest logit and the sum of weights so far; updated.
     """
 
@@ -173,11 +173,11 @@ def soften_row(
         lane = ir.Constant(vec.vector(I32), [I32(j) for j in range(LANES)])
         first, size = b.trunc(begin_, I32), b.trunc(b.sub(end_, begin_), I32)
         size = b.select(b.icmp_signed("<", size, I32(0)), I32(0), size)
-        tops = [cgutils.alloca_once(b, vec.vector()) for _ in range(2)]
+        tops, parts = ([cgutils.alloca_once(b, vec.vector()) for _ in range(4)] for _ in range(2))
         for place in tops:
             b.store(old, place)
         with b.if_else(whole_) as (then, otherwise):
-            with then, steps(b, I64(0), count_, 2 * LANES) as i:
+            with then, steps(b, I64(0), count_, 4 * LANES) as i:
                 for j, place in enumerate(tops):
                     logit = b.fmul(vec.read(b, x_, "fp32", b.add(i, I64(LANES * j))), by)
                     b.store(vec.larger(b, logit, b.load(place)), place)
@@ -188,20 +188,20 @@ def soften_row(
                 logit = b.select(seen, b.fmul(vec.read(b, x_, "fp32", i), by), low)
                 vec.write(b, x_, i, logit)
                 b.store(vec.larger(b, logit, b.load(tops[0])), tops[0])
-        most = vec.across(b, vec.larger(b, b.load(tops[0]), b.load(tops[1])), 1, vec.larger)
+        most = vec.across(b, vec.folded(b, tops, vec.larger), 1, vec.larger)
         base = b.select(b.fcmp_ordered(">", most, low), most, vec.number(0.0))
-        kept = b.extract_element(vec.exp(b, b.fsub(old, base)), I32(0))
-        parts = [cgutils.alloca_once(b, vec.vector()) for _ in range(2)]
+        kept = b.extract_element(vec.exp2(b, b.fsub(old, base)), I32(0))
         for place in parts:
             b.store(vec.number(0.0), place)
         factor = b.select(whole_, by, vec.number(1.0))
-        with steps(b, I64(0), count_, 2 * LANES) as i:
+        with steps(b, I64(0), count_, 4 * LANES) as i:
             for j, place in enumerate(parts):
                 at = b.add(i, I64(LANES * j))
-                e = vec.exp(b, b.fsub(b.fmul(vec.read(b, x_, "fp32", at), factor), base))
-                vec.write(b, p_, at, encode(b, "bf16", e) if p.kind == "bf16" else e)
+                y = vec.fma(b, vec.read(b, x_, "fp32", at), factor, b.fneg(base))
+                e = vec.exp2(b, y, 5 if p.kind == "bf16" else 6)
+                vec.write(b, p_, at, vec.to_bf16(b, e) if p.kind == "bf16" else e)
                 b.store(b.fadd(b.load(place), e), place)
-        part = vec.across(b, b.fadd(b.load(parts[0]), b.load(parts[1])), 1, vec.add)
+        part = vec.across(b, vec.folded(b, parts, vec.add), 1, vec.add)
         before = b.bitcast(b.load(total_), F32)
         now = b.fadd(b.fmul(before, kept), b.extract_element(part, I32(0)))
         b.store(b.bitcast(now, total_.type.pointee), total_)
