@@ -48,8 +48,8 @@ def _shapes(shapes: list[tuple[int, int]]) -> bytes:
     return struct.pack("<BB14x8H16x8B8x", 1, 0, *columns, *rows)
 
 
-FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (16, 64), (8, 64)])
-"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, keys twice, queries; weights, values, their sums."""
+FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (8, 64), (8, 64)])
+"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, keys or values twice, queries; weights, their sums twice."""
 MANY = _shapes([(16, 64)] * 8)
 """For `scores` and `weigh_many`."""
 
@@ -165,28 +165,34 @@ def evenly(typingctx: Any, at: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y: Any, y_step: Any) -> Any:
-    """``out[i, h] = q[h] . key[i]`` for 16 keys at `x` and 16 at `y`, each `step` bytes after the other, and h < 4.
+def tile_dots(
+    typingctx: Any, out: Any, q: Any, dim: Any, at: Any, by: Any
+) -> Any:  # fmt: skip
+    """``out[i, h] = q[h] . key[i]`` for 32 keys and h < 4.
 
     The keys are the first factor, as they lie; `q` is by `pack_queries`.
+
+    Args:
+        at, by: of each 16 keys the address of the first, and how many bytes the next is away.
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out_, q_, dim_, x_, x_step_, y_, y_step_ = args
+        out_, q_, dim_, at_, by_ = args
+        first, step = ([b.load(b.gep(x, [I64(j)])) for j in (0, 1)] for x in (at_, by_))
         zero(b, 0)
         zero(b, 1)
         with steps(b, I64(0), dim_, 32) as i:
             load(b, 4, q_, b.mul(i, I64(4)), I64(16))
-            load(b, 2, x_, i, x_step_)
-            load(b, 3, y_, i, y_step_)
-            product(b, 0, 2, 4)
-            product(b, 1, 3, 4)
+            for j in (0, 1):
+                here = b.inttoptr(b.add(first[j], b.shl(i, I64(1))), I8.as_pointer())
+                call(b, "tileloadd64", I8(2 + j), here, step[j])
+                product(b, j, 2 + j, 4)
         keep(b, 0, out_, I64(0), I64(16))
         keep(b, 1, out_, I64(64), I64(16))
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(out, q, n, x, n, y, n), codegen
+    return types.void(out, q, n, at, by), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -235,7 +241,7 @@ def tile_weights(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def tile_weigh(
-    typingctx: Any, acc: Any, fresh: Any, dim: Any, values: Any, at: Any, by: Any, count: Any, p: Any
+    typingctx: Any, acc: Any, fresh: Any, dim: Any, at: Any, by: Any, count: Any, p: Any
 ) -> Any:  # fmt: skip
     """``acc[h] += sum(p[i, h] * value[i])`` for i < count, a multiple of 16, and h < 4; if `fresh`, ``=``.
 
@@ -247,26 +253,39 @@ def tile_weigh(
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        acc_, fresh_, dim_, _, at_, by_, count_, p_ = args
+        acc_, fresh_, dim_, at_, by_, count_, p_ = args
         half = b.lshr(dim_, I64(1))
         row = b.shl(half, I64(2))
         tiles = b.lshr(count_, I64(4))
-        with steps(b, I64(0), half, LANES) as d:
+
+        def chunk(d: Any, wide: int) -> None:
+            places = [b.add(d, I64(LANES * w)) for w in range(wide)]
             with b.if_else(fresh_) as (then, otherwise):
                 with then:
-                    zero(b, 7)
+                    for w in range(wide):
+                        zero(b, 6 + w)
                 with otherwise:
-                    load(b, 7, acc_, d, row)
+                    for w, place in enumerate(places):
+                        load(b, 6 + w, acc_, place, row)
             with steps(b, I64(0), tiles, 1) as t:
                 load(b, 5, p_, b.shl(t, I64(8)), I64(64))
-                first = b.add(b.load(b.gep(at_, [t])), b.shl(d, I64(2)))
-                call(b, "tileloadd64", I8(6), b.inttoptr(first, I8.as_pointer()), b.load(b.gep(by_, [t])))
-                product(b, 7, 5, 6)
-            keep(b, 7, acc_, d, row)
+                first, step = b.load(b.gep(at_, [t])), b.load(b.gep(by_, [t]))
+                for w, place in enumerate(places):
+                    here = b.inttoptr(b.add(first, b.shl(place, I64(2))), I8.as_pointer())
+                    call(b, "tileloadd64", I8(2 + w), here, step)
+                    product(b, 6 + w, 5, 2 + w)
+            for w, place in enumerate(places):
+                keep(b, 6 + w, acc_, place, row)
+
+        pairs = b.and_(half, I64(-2 * LANES))
+        with steps(b, I64(0), pairs, 2 * LANES) as d:
+            chunk(d, 2)
+        with b.if_then(b.icmp_signed("<", pairs, half)):
+            chunk(pairs, 1)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, types.boolean, n, values, at, by, n, p), codegen
+    return types.void(acc, types.boolean, n, at, by, n, p), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -35,7 +35,7 @@ from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-BLOCK = 256
+BLOCK = 128
 """Keys in a block, a multiple of 32."""
 SPREAD = BLOCK // LANES
 NEAR = 32 << 20
@@ -98,14 +98,60 @@ def _list(  # type: ignore[no-untyped-def]
 
 
 @inline
-def spread(cache, at, dim, room, c, to):  # type: ignore[no-untyped-def]
+def _spread(cache, at, dim, room, to):  # type: ignore[no-untyped-def]
     """Where 16 rows lie, and bytes from one to the next: in the cache if that is the same for all, else in `room`."""
     step, first = load(at, 1) - load(at, 0), shift(cache, load(at, 0))
     if not evenly(at):
-        step, first = dim, shift(room, c * dim)
+        step, first = dim, room
         copy_rows(first, cache, at, dim)
-    store(to, c // LANES, address(first))
-    store(to, SPREAD + c // LANES, 2 * step)
+    store(to, 0, address(first))
+    store(to, SPREAD, 2 * step)
+
+
+@inline
+def _list_tiles(  # type: ignore[no-untyped-def]
+    j, high, indices, indices_64, num_slots, page, page_bits, k_cache, k_page, k_row, dim, v_cache, v_page, v_row, v_dim,
+    at, k_room, v_room, k_by, v_by,
+):  # fmt: skip
+    """`_list`, by sixteens: where the first one is, and bytes from one to the next. The last of an odd number of them is
+    repeated."""
+    m = 0
+    while j < high and m < BLOCK:
+        to = m // LANES
+        slot = get(indices, indices_64, j)
+        whole = slot >> page_bits if page_bits else slot // page
+        rest = slot - whole * page
+        if 0 <= slot < num_slots and rest + LANES <= page and j + LANES <= high and in_a_row(indices, indices_64, j):
+            store(k_by, to, address(shift(k_cache, whole * k_page + rest * k_row)))
+            store(k_by, SPREAD + to, 2 * k_row)
+            store(v_by, to, address(shift(v_cache, whole * v_page + rest * v_row)))
+            store(v_by, SPREAD + to, 2 * v_row)
+            m += LANES
+            j += LANES
+            continue
+        n = 0
+        while j < high and n < LANES:
+            slot = get(indices, indices_64, j)
+            if 0 <= slot < num_slots:
+                whole = slot >> page_bits if page_bits else slot // page
+                rest = slot - whole * page
+                store(at, n, whole * k_page + rest * k_row)
+                store(at, LANES + n, whole * v_page + rest * v_row)
+                n += 1
+            j += 1
+        if n:
+            for c in range(n, LANES):
+                store(at, c, load(at, n - 1))
+                store(at, LANES + c, load(at, LANES + n - 1))
+            _spread(k_cache, at, dim, shift(k_room, m * dim), shift(k_by, to))
+            _spread(v_cache, shift(at, LANES), v_dim, shift(v_room, m * v_dim), shift(v_by, to))
+            m += n
+    tiles = (m + LANES - 1) // LANES
+    if tiles % 2:
+        for i in range(0, 2 * SPREAD, SPREAD):
+            store(k_by, i + tiles, load(k_by, i + tiles - 1))
+            store(v_by, i + tiles, load(v_by, i + tiles - 1))
+    return j, m
 
 
 @inline
@@ -199,23 +245,29 @@ def _kernel(  # type: ignore[no-untyped-def]
                         store(state, part * 48 + g, np.float32(-np.inf))
                         store(state, part * 48 + LANES + g, np.float32(0.0))
                 keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
-                j, m = _list(
-                    low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
-                    shift(here, BLOCK),
-                )  # fmt: skip
+                if TILES:
+                    j, m = _list_tiles(
+                        low, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                        values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
+                    )  # fmt: skip
+                else:
+                    j, m = _list(
+                        low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
+                        shift(here, BLOCK),
+                    )  # fmt: skip
                 fresh = True
                 if not TILES or not m:
                     for d in range(parts * 4 * v_dim):
                         store(acc, d, np.float32(0.0))
                 while m:
-                    j, ahead = _list(
-                        j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
-                        there, shift(there, BLOCK),
-                    )  # fmt: skip
-                    v_at = shift(here, BLOCK)
-                    padded = (m + 31) // 32 * 32
-                    if far:
-                        fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
+                    padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
+                    if not TILES:
+                        j, ahead = _list(
+                            j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
+                            there, shift(there, BLOCK),
+                        )  # fmt: skip
+                        if far:
+                            fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
                     for part in range(parts):
                         mine = shift(query, part * 4 * dim)
                         tops = shift(state, part * 48)
@@ -223,23 +275,17 @@ def _kernel(  # type: ignore[no-untyped-def]
                         y = shift(acc, part * 4 * v_dim)
                         heads = min(4, group - 4 * part)
                         if TILES:
-                            if part == 0:
-                                for c in range(0, padded, LANES):
-                                    spread(keys_, shift(here, c), dim, keys, c, k_by)
-                                    spread(values_, shift(v_at, c), v_dim, values, c, v_by)
                             for c in range(0, padded, 32):
                                 tile_dots(
-                                    shift(logits, 4 * c), cast(mine, "bf16"), dim,
-                                    cast(view(load(k_by, c // LANES), "i64"), keys_), load(k_by, SPREAD + c // LANES),
-                                    cast(view(load(k_by, c // LANES + 1), "i64"), keys_),
-                                    load(k_by, SPREAD + c // LANES + 1),
+                                    shift(logits, 4 * c), cast(mine, "bf16"), dim, shift(k_by, c // LANES),
+                                    shift(k_by, SPREAD + c // LANES),
                                 )  # fmt: skip
                             for c in range(4 * m, 4 * padded):
                                 store(logits, c, np.float32(-np.inf))
                             tile_weights(p, logits, padded, tops, sums, keep, scale)
                             if not fresh:
                                 rescale(y, v_dim, keep, 4)
-                            tile_weigh(y, fresh, v_dim, values_, v_by, shift(v_by, SPREAD), padded, p)
+                            tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
                         elif heads == 4:
                             dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
@@ -257,6 +303,11 @@ def _kernel(  # type: ignore[no-untyped-def]
                             soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
                             weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
                     here, there, m, fresh = there, here, ahead, False
+                    if TILES:
+                        j, m = _list_tiles(
+                            j, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                            values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
+                        )  # fmt: skip
                 for g in range(group):
                     part, lanes = g // 4 * 48, 4 if TILES or group - g // 4 * 4 > 2 else group - g // 4 * 4
                     total = np.float32(0.0)

@@ -164,13 +164,13 @@ def to_bf16(b: Any, x: Any) -> Any:
     return b.bitcast(b.fptrunc(x, vector(_BFloat(), lanes)), vector(I16, lanes))
 
 
-def prefetch(b: Any, p: Any, at: Any) -> None:
-    """Asks for the line of an element, which need not be there."""
+def prefetch(b: Any, p: Any, at: Any, near: int = 2) -> None:
+    """Asks for the line of an element, which need not be there; near: 2, or 3 for the cache that is nearest."""
     kind = I8.as_pointer()
     fn = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32]), "llvm.prefetch.p0"
     )
-    b.call(fn, [b.bitcast(b.gep(p, [at]), kind), I32(0), I32(2), I32(1)])
+    b.call(fn, [b.bitcast(b.gep(p, [at]), kind), I32(0), I32(near), I32(1)])
 
 
 @contextmanager
