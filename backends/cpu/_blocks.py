@@ -96,7 +96,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             high = min(length, own_last + 1) if causal else length
             for base in range(low, high, KEYS):
                 count = min(KEYS, high - base)
-                whole = True
+                whole_ = True  # all keys are there
                 room = (count + 63) // 64 * 64
                 for c in range(room):
                     at = -1
@@ -105,8 +105,8 @@ def _kernel(  # type: ignore[no-untyped-def]
                         slot = get(indices, indices_64, first + base + c)
                         at = _place(slot, num_slots, page, page_bits, k_page, k_row)
                         v_there = _place(slot, num_slots, page, page_bits, v_page, v_row)
-                    if at < 0:
-                        whole = False
+                    if at < 0 and c < count:
+                        whole_ = False
                     store(k_at, c, at)
                     store(v_at, c, v_there)
                     store(alive, c, np.float32(1.0) if at >= 0 else np.float32(0.0))
@@ -124,7 +124,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                         continue
                     seen = (seen + 63) // 64 * 64
                     all_ = (
-                        whole and seen <= count and not (causal and own_0 < seen - 1)
+                        whole_ and seen <= count and not (causal and own_0 < seen - 1)
                         and not (window >= 0 and own_1 - window > 0)
                     )  # fmt: skip
                     if TILES:
@@ -137,15 +137,17 @@ def _kernel(  # type: ignore[no-untyped-def]
                         row = shift(scores, (i - r) * width)
                         own = own_first + i // group - base
                         begin_, end_ = 0, seen
+                        full = seen
                         if not all_:
                             begin_ = max(0, own - window) if window >= 0 else 0
                             end_ = min(seen, own + 1) if causal else seen
+                            full = max(0, min(end_, count)) // 64 * 64 if whole_ and begin_ == 0 else 0
                         if TILES:
                             keep = soften_row(
                                 row,
                                 cast(row, "bf16"),
                                 seen,
-                                all_,
+                                full,
                                 begin_,
                                 end_,
                                 alive,
@@ -155,7 +157,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                             )
                         else:
                             keep = soften_row(
-                                row, row, seen, all_, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
+                                row, row, seen, full, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
                             )
                         if keep != np.float32(1.0):
                             stretch(shift(acc, i * v_dim), v_dim, keep)
