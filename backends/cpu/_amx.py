@@ -21,7 +21,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import I8, I32, I64, encode, types
+from hal.backends.cpu._bits import I8, I32, I64, types
 from hal.backends.cpu._vector import LANES, steps
 
 TILE = 512
@@ -49,7 +49,7 @@ def _shapes(shapes: list[tuple[int, int]]) -> bytes:
 
 
 FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (8, 64), (8, 64)])
-"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, keys or values twice, queries; weights, their sums twice."""
+"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, rows twice, queries; weights, sums twice."""
 MANY = _shapes([(16, 64)] * 8)
 """For `scores` and `weigh_many`."""
 
@@ -231,7 +231,9 @@ def tile_weights(
                 vec.write(b, p_, at, row)
                 vec.write(b, p_, b.add(at, I64(32)), b.shl(row, ir.Constant(word, [I32(16)] * LANES)))
         vec.write(b, tops_, I64(0), top)
-        vec.write(b, sums_, I64(0), vec.fma(b, vec.read(b, sums_, "fp32", I64(0)), kept, vec.folded(b, totals, vec.add)))
+        vec.write(
+            b, sums_, I64(0), vec.fma(b, vec.read(b, sums_, "fp32", I64(0)), kept, vec.folded(b, totals, vec.add))
+        )
         vec.write(b, keep_, I64(0), kept)
         return context.get_dummy_value()
 
@@ -289,15 +291,16 @@ def tile_weigh(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def merge_dims(typingctx: Any, to: Any, x: Any, n: Any) -> Any:
-    """`n` sums of `tile_weigh` in the order of their dims."""
+def merge_dims(typingctx: Any, to: Any, x: Any, n: Any, by: Any) -> Any:
+    """`n` sums of `tile_weigh` times `by`, in the order of their dims, as bf16."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        to_, x_, n_ = args
+        to_, x_, n_, by_ = args
         half = b.lshr(n_, I64(1))
         with steps(b, I64(0), half, LANES) as i:
             even, odd = vec.read(b, x_, "fp32", i), vec.read(b, x_, "fp32", b.add(i, half))
-            vec.write(b, to_, b.shl(i, I64(1)), vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]))
+            row = vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)])
+            vec.write(b, to_, b.shl(i, I64(1)), vec.to_bf16(b, b.fmul(row, vec.fill(b, by_, 32))))
         return context.get_dummy_value()
 
-    return types.void(to, x, types.int64), codegen
+    return types.void(to, x, types.int64, types.float32), codegen

@@ -9,12 +9,14 @@ vectors (`_panels`). Invariant: an offset into the cache is made only of a slot 
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hal.backends.cpu._amx import begin_tiles, end_tiles
-from hal.backends.cpu._bits import cast, load, shift, store, view
+from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
 from hal.backends.cpu._fma import LOG2E, logsum
 from hal.backends.cpu._index import get
@@ -83,9 +85,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     q, (t_first + min(r, rows - 1) // group) * q_token + (h * group + min(r, rows - 1) % group) * q_head
                 )
                 if TILES:
-                    y = cast(shift(query, r * (dim // 2)), "bf16")
-                    for d in range(dim):
-                        store(y, d, load(x, d))
+                    move(cast(shift(query, r * (dim // 2)), "bf16"), cast(x, "bf16"), dim)
                 else:
                     for d in range(dim):
                         store(query, r * dim + d, load(x, d))
@@ -173,9 +173,10 @@ def _kernel(  # type: ignore[no-untyped-def]
                 by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
                 x, y = shift(acc, i * v_dim), shift(out, t * out_token + g * out_head)
                 if TILES:
-                    sort_row(x, v_dim)
-                for d in range(v_dim):
-                    store(y, d, load(x, d) * by)
+                    sort_row(y, x, v_dim, by)
+                else:
+                    for d in range(v_dim):
+                        store(y, d, load(x, d) * by)
                 if lse_token:
                     store(
                         cast(lse, "fp32"), t * lse_token + g,
@@ -215,7 +216,7 @@ def attend(
     ]
     if causal:
         blocks.sort(key=lambda b: b[2] - b[1] - b[4])
-    table = torch.tensor(blocks, dtype=torch.int64, device="cpu")
+    table = array("q", [number for block in blocks for number in block])
     k_strides, v_strides = k_cache.stride(), v_cache.stride()
     if k_cache.ndim == 4:
         page, size = k_cache.shape[1], k_cache.shape[0] * k_cache.shape[1]
@@ -228,7 +229,7 @@ def attend(
         (
             q.data_ptr(), *q.stride()[:2], group, kv_heads, dim, v_dim,
             k_cache.data_ptr(), *k_strides[:3], v_cache.data_ptr(), *v_strides[:3], size, page,
-            bits(page, k_cache.ndim), table.data_ptr(), kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
+            bits(page, k_cache.ndim), table.buffer_info()[0], kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
             out.data_ptr(), *out.stride()[:2], 0 if lse is None else lse.data_ptr(), 0 if lse is None else heads,
             scale * LOG2E, min(sliding_window, 1 << 40), causal, tokens,
         ),

@@ -20,7 +20,6 @@ from hal.backends.cpu._bits import FORMATS, I64, types
 from hal.backends.cpu._jit import inline
 from hal.backends.cpu._vector import LANES, steps
 
-
 LOG2E = 1 / math.log(2)
 """Kernels take the scale of logits times this: their weights are powers of 2."""
 

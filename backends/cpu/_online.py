@@ -10,6 +10,9 @@ Many queries of one request are matrix products: `MOST` draws the line.
 
 from __future__ import annotations
 
+from array import array
+from itertools import count as count_from
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,27 +20,23 @@ from torch import Tensor
 from hal.backends.cpu import _pool
 from hal.backends.cpu._amx import (
     begin_tiles,
-    copy_rows,
     end_tiles,
-    evenly,
     merge_dims,
     pack_queries,
     tile_dots,
     tile_weigh,
     tile_weights,
 )  # fmt: skip
-from hal.backends.cpu._bits import address, cast, load, move, shift, store, view
+from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
 from hal.backends.cpu._fma import LOG2E, dots, fetch, logsum, rescale, soften, weigh
-from hal.backends.cpu._index import get, in_a_row, index
+from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import inline, with_tiles
+from hal.backends.cpu._keys import BLOCK, SPREAD, join, list_rows, list_tiles, split
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-BLOCK = 128
-"""Keys in a block, a multiple of 32."""
-SPREAD = BLOCK // LANES
 NEAR = 32 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
@@ -47,7 +46,7 @@ COST = 4
 SHARE = _pool.SHARE // COST
 TURNS = 4
 """Turns of each thread at least, where keys of few requests are split."""
-EMPTY = torch.empty(0, device="cpu", dtype=torch.int64)
+NONE, NO_COUNTS = torch.empty(0, device="cpu", dtype=torch.float32), array("q")
 MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
 """Queries times keys of a request up to which one at a time is faster. A single query always is."""
 
@@ -61,127 +60,6 @@ def clamped(p, wide, i, top):  # type: ignore[no-untyped-def]
 def aligned(address):  # type: ignore[no-untyped-def]
     """Vectors that cross a line take twice as long."""
     return (address + 63) // 64 * 64
-
-
-@inline
-def _list(  # type: ignore[no-untyped-def]
-    j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, k_at, v_at
-):  # fmt: skip
-    """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up
-    to a multiple of 32."""
-    m = 0
-    k_last = v_last = 0
-    while j < high and m < BLOCK:
-        slot = get(indices, indices_64, j)
-        if slot < 0 or slot >= num_slots:
-            j += 1
-            continue
-        whole = slot >> page_bits if page_bits else slot // page
-        rest = slot - whole * page
-        k_last = whole * k_page + rest * k_row
-        v_last = whole * v_page + rest * v_row
-        n = 1
-        if rest + LANES <= page and m + LANES <= BLOCK and j + LANES <= high and in_a_row(indices, indices_64, j):
-            n = LANES
-        for c in range(n):
-            store(k_at, m + c, k_last + c * k_row)
-            store(v_at, m + c, v_last + c * v_row)
-        k_last += (n - 1) * k_row
-        v_last += (n - 1) * v_row
-        m += n
-        j += n
-    if m:
-        for c in range(m, (m + 31) // 32 * 32):
-            store(k_at, c, k_last)
-            store(v_at, c, v_last)
-    return j, m
-
-
-@inline
-def _spread(cache, at, dim, room, to):  # type: ignore[no-untyped-def]
-    """Where 16 rows lie, and bytes from one to the next: in the cache if that is the same for all, else in `room`."""
-    step, first = load(at, 1) - load(at, 0), shift(cache, load(at, 0))
-    if not evenly(at):
-        step, first = dim, room
-        copy_rows(first, cache, at, dim)
-    store(to, 0, address(first))
-    store(to, SPREAD, 2 * step)
-
-
-@inline
-def _list_tiles(  # type: ignore[no-untyped-def]
-    j, high, indices, indices_64, num_slots, page, page_bits, k_cache, k_page, k_row, dim, v_cache, v_page, v_row, v_dim,
-    at, k_room, v_room, k_by, v_by,
-):  # fmt: skip
-    """`_list`, by sixteens: where the first one is, and bytes from one to the next. The last of an odd number of them is
-    repeated."""
-    m = 0
-    while j < high and m < BLOCK:
-        to = m // LANES
-        slot = get(indices, indices_64, j)
-        whole = slot >> page_bits if page_bits else slot // page
-        rest = slot - whole * page
-        if 0 <= slot < num_slots and rest + LANES <= page and j + LANES <= high and in_a_row(indices, indices_64, j):
-            store(k_by, to, address(shift(k_cache, whole * k_page + rest * k_row)))
-            store(k_by, SPREAD + to, 2 * k_row)
-            store(v_by, to, address(shift(v_cache, whole * v_page + rest * v_row)))
-            store(v_by, SPREAD + to, 2 * v_row)
-            m += LANES
-            j += LANES
-            continue
-        n = 0
-        while j < high and n < LANES:
-            slot = get(indices, indices_64, j)
-            if 0 <= slot < num_slots:
-                whole = slot >> page_bits if page_bits else slot // page
-                rest = slot - whole * page
-                store(at, n, whole * k_page + rest * k_row)
-                store(at, LANES + n, whole * v_page + rest * v_row)
-                n += 1
-            j += 1
-        if n:
-            for c in range(n, LANES):
-                store(at, c, load(at, n - 1))
-                store(at, LANES + c, load(at, LANES + n - 1))
-            _spread(k_cache, at, dim, shift(k_room, m * dim), shift(k_by, to))
-            _spread(v_cache, shift(at, LANES), v_dim, shift(v_room, m * v_dim), shift(v_by, to))
-            m += n
-    tiles = (m + LANES - 1) // LANES
-    if tiles % 2:
-        for i in range(0, 2 * SPREAD, SPREAD):
-            store(k_by, i + tiles, load(k_by, i + tiles - 1))
-            store(v_by, i + tiles, load(v_by, i + tiles - 1))
-    return j, m
-
-
-@inline
-def _split(low, high, pieces, piece):  # type: ignore[no-untyped-def]
-    """(first, last, how many there are) of a piece of the keys from `low` to `high`; a piece is a multiple of 64."""
-    if pieces == 1 or high <= low:
-        return low, high, 1
-    each = ((high - low + pieces - 1) // pieces + 63) // 64 * 64
-    return low + piece * each, min(high, low + (piece + 1) * each), (high - low + each - 1) // each
-
-
-@inline
-def _join(ends, acc, group, v_dim, partial, count):  # type: ignore[no-untyped-def]
-    """What `count` pieces at `partial` have found, as if one had seen all of their keys."""
-    size = group * (v_dim + 2)
-    for g in range(group):
-        top, total, x = np.float32(-np.inf), np.float32(0.0), shift(acc, g * v_dim)
-        for c in range(count):
-            top = max(top, load(partial, c * size + g))
-        for d in range(v_dim):
-            store(x, d, np.float32(0.0))
-        for c in range(count):
-            mine = shift(partial, c * size)
-            by = np.float32(2.0 ** (load(mine, g) - (top if top > -np.inf else np.float32(0.0))))
-            total += by * load(mine, group + g)
-            y = shift(mine, 2 * group + g * v_dim)
-            for d in range(v_dim):
-                store(x, d, load(x, d) + by * load(y, d))
-        store(ends, g, top)
-        store(ends, group + g, total)
 
 
 def _kernel(  # type: ignore[no-untyped-def]
@@ -229,7 +107,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 own = last - (t_last - t)
                 low = max(first, own - window) if window >= 0 else first
                 high = own + 1 if causal else last
-                low, high, count = _split(low, high, pieces, piece)
+                low, high, count = split(low, high, pieces, piece)
                 if piece >= count:
                     continue
                 for part in range(parts):
@@ -246,12 +124,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                         store(state, part * 48 + LANES + g, np.float32(0.0))
                 keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
                 if TILES:
-                    j, m = _list_tiles(
+                    j, m = list_tiles(
                         low, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
                         values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
                     )  # fmt: skip
                 else:
-                    j, m = _list(
+                    j, m = list_rows(
                         low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
                         shift(here, BLOCK),
                     )  # fmt: skip
@@ -262,7 +140,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 while m:
                     padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
                     if not TILES:
-                        j, ahead = _list(
+                        j, ahead = list_rows(
                             j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
                             there, shift(there, BLOCK),
                         )  # fmt: skip
@@ -304,7 +182,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                             weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
                     here, there, m, fresh = there, here, ahead, False
                     if TILES:
-                        j, m = _list_tiles(
+                        j, m = list_tiles(
                             j, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
                             values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
                         )  # fmt: skip
@@ -321,17 +199,17 @@ def _kernel(  # type: ignore[no-untyped-def]
                     move(shift(all_, piece * size), ends, size)
                     if take(shift(arrived, item // pieces), 1) < count - 1:
                         continue
-                    _join(ends, acc, group, v_dim, all_, count)
+                    join(ends, acc, group, v_dim, all_, count)
                 for g in range(group):
                     y = shift(out, t * out_token + (h * group + g) * out_head)
                     total = load(ends, group + g)
                     by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
                     x = shift(acc, g * v_dim)
                     if TILES:
-                        merge_dims(logits, x, v_dim)
-                        x = logits
-                    for d in range(v_dim):
-                        store(y, d, load(x, d) * by)
+                        merge_dims(y, x, v_dim, by)
+                    else:
+                        for d in range(v_dim):
+                            store(y, d, load(x, d) * by)
                     if lse_token:
                         store(
                             cast(lse, "fp32"), t * lse_token + h * group + g,
@@ -398,14 +276,14 @@ def attend(
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
     group, work, items = heads // max(1, kv_heads), nnz * (dim + v_dim) * dtype.itemsize, bs * kv_heads
-    pieces, partial, arrived = 1, EMPTY, EMPTY
+    pieces, partial, arrived = 1, NONE, NO_COUNTS
     if rows > bs:
         work *= -(-rows // max(1, bs))
-    elif work * kv_heads > SHARE and qo_indptr is None and items < TURNS * (threads := torch.get_num_threads()):
+    elif work * kv_heads > SHARE and qo_indptr is None and 0 < items < TURNS * (threads := torch.get_num_threads()):
         # So many that each thread has as many turns, and TURNS at least.
-        pieces = next(n for n in range(TURNS * threads // items, TURNS * threads + 1) if not items * n % threads)
+        pieces = next(n for n in count_from(-(-TURNS * threads // items)) if not items * n % threads)
         partial = torch.empty(items * pieces * group * (v_dim + 2), dtype=torch.float32, device="cpu")
-        arrived = torch.zeros(items, dtype=torch.int64, device="cpu")
+        arrived = array("q", bytes(8 * items))
     run(
         kernel_for(dtype, dim, v_dim), VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
         (
@@ -416,7 +294,7 @@ def attend(
             kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
             0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, MOST[dtype],
-            work * kv_heads > NEAR, pieces, partial.data_ptr(), arrived.data_ptr(),
+            work * kv_heads > NEAR, pieces, partial.data_ptr(), arrived.buffer_info()[0],
         ),
     )  # fmt: skip
     return True

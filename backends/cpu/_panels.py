@@ -162,8 +162,9 @@ def soften_row(
     multiplied by.
 
     Args:
-        p: fp32, or bf16 by the CPU's own rounding; may be x. full, a multiple of 64: so many from the first are all seen; of the others, those from `begin` to
-            `end`, and where `alive` is not 0.
+        p: fp32, or bf16 by the CPU's own rounding; may be x.
+        full: a multiple of 64. So many from the first are seen, all; of the others those from `begin` to `end` where
+            `alive` is not 0.
         top, total: the largest logit and the sum of weights so far; updated.
     """
 

@@ -158,6 +158,7 @@ class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
 
 _BFloat._create_instance()  # as llvmlite does for its own
 
+
 def to_bf16(b: Any, x: Any) -> Any:
     """The bits of bf16, to nearest even, by the instruction for it (avx512bf16): subnormals become 0."""
     lanes = x.type.count

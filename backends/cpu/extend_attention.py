@@ -55,7 +55,18 @@ def extend_attention(
         many = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > _online.MOST[q.dtype]]
         if len(many) < len(spans):
             _online.attend(
-                q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, causal
+                q,
+                k_cache,
+                v_cache,
+                qo_indptr,
+                kv_indptr,
+                kv_indices,
+                out,
+                lse,
+                scale,
+                sliding_window,
+                logit_cap,
+                causal,
             )
         if many:
             _blocks.attend(many, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
