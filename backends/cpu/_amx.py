@@ -21,7 +21,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import I8, I32, I64, encode, types
+from hal.backends.cpu._bits import I8, I32, I64, types
 from hal.backends.cpu._vector import LANES, steps
 
 TILE = 512
@@ -35,10 +35,7 @@ def usable() -> bool:
     """Whether this CPU has the unit, numba compiles for it, and the system lets this process use it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    from numba.core.registry import cpu_target
-
-    features = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
-    if not all(f"+{need}" in features for need in _NEEDS):
+    if not vec.features().issuperset(_NEEDS):
         return False
     # Linux gives the tiles to a process that asks: torch does.
     ask = getattr(torch.cpu, "_init_amx", None)
@@ -51,8 +48,8 @@ def _shapes(shapes: list[tuple[int, int]]) -> bytes:
     return struct.pack("<BB14x8H16x8B8x", 1, 0, *columns, *rows)
 
 
-FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (16, 64), (8, 64)])
-"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, keys twice, queries; weights, values, their sums."""
+FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (8, 64), (8, 64)])
+"""For `tile_dots` and `tile_weigh`, of four queries: sums twice, rows twice, queries; weights, sums twice."""
 MANY = _shapes([(16, 64)] * 8)
 """For `scores` and `weigh_many`."""
 
@@ -154,54 +151,99 @@ def copy_rows(typingctx: Any, to: Any, cache: Any, at: Any, dim: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile_dots(typingctx: Any, out: Any, q: Any, dim: Any, x: Any, x_step: Any, y: Any, y_step: Any) -> Any:
-    """``out[i, h] = q[h] . key[i]`` for 16 keys at `x` and 16 at `y`, each `step` bytes after the other, and h < 4.
+def evenly(typingctx: Any, at: Any) -> Any:
+    """Whether 16 numbers are evenly spaced."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x = [vec.raw(b, args[0], "i64", I64(j), 8) for j in (0, 1, 7, 8)]
+        one, two = b.sub(x[1], x[0]), b.sub(x[3], x[2])
+        first = vec.shuffle(b, one, one, [0] * 8)
+        odd = b.bitcast(b.or_(b.icmp_signed("!=", one, first), b.icmp_signed("!=", two, first)), I8)
+        return b.icmp_signed("==", odd, I8(0))
+
+    return types.boolean(at), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_dots(
+    typingctx: Any, out: Any, q: Any, dim: Any, at: Any, by: Any
+) -> Any:  # fmt: skip
+    """``out[i, h] = q[h] . key[i]`` for 32 keys and h < 4.
 
     The keys are the first factor, as they lie; `q` is by `pack_queries`.
+
+    Args:
+        at, by: of each 16 keys the address of the first, and how many bytes the next is away.
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out_, q_, dim_, x_, x_step_, y_, y_step_ = args
+        out_, q_, dim_, at_, by_ = args
+        first, step = ([b.load(b.gep(x, [I64(j)])) for j in (0, 1)] for x in (at_, by_))
         zero(b, 0)
         zero(b, 1)
         with steps(b, I64(0), dim_, 32) as i:
             load(b, 4, q_, b.mul(i, I64(4)), I64(16))
-            load(b, 2, x_, i, x_step_)
-            load(b, 3, y_, i, y_step_)
-            product(b, 0, 2, 4)
-            product(b, 1, 3, 4)
+            for j in (0, 1):
+                here = b.inttoptr(b.add(first[j], b.shl(i, I64(1))), I8.as_pointer())
+                call(b, "tileloadd64", I8(2 + j), here, step[j])
+                product(b, j, 2 + j, 4)
         keep(b, 0, out_, I64(0), I64(16))
         keep(b, 1, out_, I64(64), I64(16))
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(out, q, n, x, n, y, n), codegen
+    return types.void(out, q, n, at, by), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile_weights(typingctx: Any, p: Any, logits: Any, count: Any) -> Any:
-    """``logits[i, h]`` for i < count, a multiple of 16, and h < 4, as first factors of `tile_weigh`: a tile of 8 rows
-    for each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next."""
+def tile_weights(
+    typingctx: Any, p: Any, logits: Any, count: Any, tops: Any, sums: Any, keep: Any, scale: Any
+) -> Any:  # fmt: skip
+    """`_fma.soften` of ``logits[i, h]`` for i < count, a multiple of 32, and h < 4, as first factors of `tile_weigh`: a
+    tile of 8 rows for each 16 keys. Of each head, the weights are before zeros in one row and behind them in the next.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p_, logits_, count_ = args
-        word = vec.vector(I32)
+        p_, logits_, count_, tops_, sums_, keep_, scale_ = args
+        word, by = vec.vector(I32), vec.fill(b, scale_)
+        old = vec.read(b, tops_, "fp32", I64(0))
+        most, totals = ([cgutils.alloca_once(b, vec.vector()) for _ in range(4)] for _ in range(2))
+        for place, total in zip(most, totals, strict=True):
+            b.store(old, place)
+            b.store(vec.number(0.0), total)
         with steps(b, I64(0), count_, LANES) as i:
-            x = [vec.read(b, logits_, "fp32", b.add(b.mul(i, I64(4)), I64(LANES * j))) for j in range(4)]
-            halves = [vec.shuffle(b, x[j], x[j + 1], range(32)) for j in (0, 2)]
+            for j, place in enumerate(most):
+                x = vec.read(b, logits_, "fp32", b.add(b.shl(i, I64(2)), I64(LANES * j)))
+                b.store(vec.larger(b, b.fmul(x, by), b.load(place)), place)
+        top = vec.across(b, vec.folded(b, most, vec.larger), 4, vec.larger)
+        base = b.select(b.fcmp_ordered(">", top, vec.number(float("-inf"))), top, vec.number(0.0))
+        kept = vec.exp2(b, b.fsub(old, base))
+        with steps(b, I64(0), count_, LANES) as i:
+            e = []
+            for j, total in enumerate(totals):
+                x = vec.read(b, logits_, "fp32", b.add(b.shl(i, I64(2)), I64(LANES * j)))
+                e.append(vec.exp2(b, vec.fma(b, x, by, b.fneg(base)), 5))
+                b.store(b.fadd(b.load(total), e[j]), total)
+            halves = [vec.shuffle(b, e[j], e[j + 1], range(32)) for j in (0, 2)]
             for h in range(4):
-                row = b.zext(encode(b, "bf16", vec.shuffle(b, halves[0], halves[1], range(h, 64, 4))), word)
+                row = b.zext(vec.to_bf16(b, vec.shuffle(b, halves[0], halves[1], range(h, 64, 4))), word)
                 at = b.add(b.shl(i, I64(4)), I64(64 * h))
                 vec.write(b, p_, at, row)
                 vec.write(b, p_, b.add(at, I64(32)), b.shl(row, ir.Constant(word, [I32(16)] * LANES)))
+        vec.write(b, tops_, I64(0), top)
+        vec.write(
+            b, sums_, I64(0), vec.fma(b, vec.read(b, sums_, "fp32", I64(0)), kept, vec.folded(b, totals, vec.add))
+        )
+        vec.write(b, keep_, I64(0), kept)
         return context.get_dummy_value()
 
-    return types.void(p, logits, types.int64), codegen
+    n = types.int64
+    return types.void(p, logits, n, tops, sums, keep, types.float32), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def tile_weigh(
-    typingctx: Any, acc: Any, fresh: Any, dim: Any, values: Any, at: Any, by: Any, count: Any, p: Any
+    typingctx: Any, acc: Any, fresh: Any, dim: Any, at: Any, by: Any, count: Any, p: Any
 ) -> Any:  # fmt: skip
     """``acc[h] += sum(p[i, h] * value[i])`` for i < count, a multiple of 16, and h < 4; if `fresh`, ``=``.
 
@@ -213,38 +255,52 @@ def tile_weigh(
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        acc_, fresh_, dim_, _, at_, by_, count_, p_ = args
+        acc_, fresh_, dim_, at_, by_, count_, p_ = args
         half = b.lshr(dim_, I64(1))
         row = b.shl(half, I64(2))
         tiles = b.lshr(count_, I64(4))
-        with steps(b, I64(0), half, LANES) as d:
+
+        def chunk(d: Any, wide: int) -> None:
+            places = [b.add(d, I64(LANES * w)) for w in range(wide)]
             with b.if_else(fresh_) as (then, otherwise):
                 with then:
-                    zero(b, 7)
+                    for w in range(wide):
+                        zero(b, 6 + w)
                 with otherwise:
-                    load(b, 7, acc_, d, row)
+                    for w, place in enumerate(places):
+                        load(b, 6 + w, acc_, place, row)
             with steps(b, I64(0), tiles, 1) as t:
                 load(b, 5, p_, b.shl(t, I64(8)), I64(64))
-                first = b.add(b.load(b.gep(at_, [t])), b.shl(d, I64(2)))
-                call(b, "tileloadd64", I8(6), b.inttoptr(first, I8.as_pointer()), b.load(b.gep(by_, [t])))
-                product(b, 7, 5, 6)
-            keep(b, 7, acc_, d, row)
+                first, step = b.load(b.gep(at_, [t])), b.load(b.gep(by_, [t]))
+                for w, place in enumerate(places):
+                    here = b.inttoptr(b.add(first, b.shl(place, I64(2))), I8.as_pointer())
+                    call(b, "tileloadd64", I8(2 + w), here, step)
+                    product(b, 6 + w, 5, 2 + w)
+            for w, place in enumerate(places):
+                keep(b, 6 + w, acc_, place, row)
+
+        pairs = b.and_(half, I64(-2 * LANES))
+        with steps(b, I64(0), pairs, 2 * LANES) as d:
+            chunk(d, 2)
+        with b.if_then(b.icmp_signed("<", pairs, half)):
+            chunk(pairs, 1)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, types.boolean, n, values, at, by, n, p), codegen
+    return types.void(acc, types.boolean, n, at, by, n, p), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def merge_dims(typingctx: Any, to: Any, x: Any, n: Any) -> Any:
-    """`n` sums of `tile_weigh` in the order of their dims."""
+def merge_dims(typingctx: Any, to: Any, x: Any, n: Any, by: Any) -> Any:
+    """`n` sums of `tile_weigh` times `by`, in the order of their dims, as bf16."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        to_, x_, n_ = args
+        to_, x_, n_, by_ = args
         half = b.lshr(n_, I64(1))
         with steps(b, I64(0), half, LANES) as i:
             even, odd = vec.read(b, x_, "fp32", i), vec.read(b, x_, "fp32", b.add(i, half))
-            vec.write(b, to_, b.shl(i, I64(1)), vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)]))
+            row = vec.shuffle(b, even, odd, [j + o for j in range(16) for o in (0, 16)])
+            vec.write(b, to_, b.shl(i, I64(1)), vec.to_bf16(b, b.fmul(row, vec.fill(b, by_, 32))))
         return context.get_dummy_value()
 
-    return types.void(to, x, types.int64), codegen
+    return types.void(to, x, types.int64, types.float32), codegen

@@ -9,14 +9,16 @@ vectors (`_panels`). Invariant: an offset into the cache is made only of a slot 
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hal.backends.cpu._amx import begin_tiles, end_tiles
-from hal.backends.cpu._bits import cast, load, shift, store, view
+from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import log
+from hal.backends.cpu._fma import LOG2E, logsum
 from hal.backends.cpu._index import get
 from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._online import aligned, bits
@@ -83,9 +85,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     q, (t_first + min(r, rows - 1) // group) * q_token + (h * group + min(r, rows - 1) % group) * q_head
                 )
                 if TILES:
-                    y = cast(shift(query, r * (dim // 2)), "bf16")
-                    for d in range(dim):
-                        store(y, d, load(x, d))
+                    move(cast(shift(query, r * (dim // 2)), "bf16"), cast(x, "bf16"), dim)
                 else:
                     for d in range(dim):
                         store(query, r * dim + d, load(x, d))
@@ -96,7 +96,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             high = min(length, own_last + 1) if causal else length
             for base in range(low, high, KEYS):
                 count = min(KEYS, high - base)
-                whole = True
+                whole_ = True  # all keys are there
                 room = (count + 63) // 64 * 64
                 for c in range(room):
                     at = -1
@@ -105,8 +105,8 @@ def _kernel(  # type: ignore[no-untyped-def]
                         slot = get(indices, indices_64, first + base + c)
                         at = _place(slot, num_slots, page, page_bits, k_page, k_row)
                         v_there = _place(slot, num_slots, page, page_bits, v_page, v_row)
-                    if at < 0:
-                        whole = False
+                    if at < 0 and c < count:
+                        whole_ = False
                     store(k_at, c, at)
                     store(v_at, c, v_there)
                     store(alive, c, np.float32(1.0) if at >= 0 else np.float32(0.0))
@@ -124,7 +124,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                         continue
                     seen = (seen + 63) // 64 * 64
                     all_ = (
-                        whole and seen <= count and not (causal and own_0 < seen - 1)
+                        whole_ and seen <= count and not (causal and own_0 < seen - 1)
                         and not (window >= 0 and own_1 - window > 0)
                     )  # fmt: skip
                     if TILES:
@@ -137,15 +137,17 @@ def _kernel(  # type: ignore[no-untyped-def]
                         row = shift(scores, (i - r) * width)
                         own = own_first + i // group - base
                         begin_, end_ = 0, seen
+                        full = seen
                         if not all_:
                             begin_ = max(0, own - window) if window >= 0 else 0
                             end_ = min(seen, own + 1) if causal else seen
+                            full = max(0, min(end_, count)) // 64 * 64 if whole_ and begin_ == 0 else 0
                         if TILES:
                             keep = soften_row(
                                 row,
                                 cast(row, "bf16"),
                                 seen,
-                                all_,
+                                full,
                                 begin_,
                                 end_,
                                 alive,
@@ -155,7 +157,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                             )
                         else:
                             keep = soften_row(
-                                row, row, seen, all_, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
+                                row, row, seen, full, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
                             )
                         if keep != np.float32(1.0):
                             stretch(shift(acc, i * v_dim), v_dim, keep)
@@ -171,13 +173,14 @@ def _kernel(  # type: ignore[no-untyped-def]
                 by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
                 x, y = shift(acc, i * v_dim), shift(out, t * out_token + g * out_head)
                 if TILES:
-                    sort_row(x, v_dim)
-                for d in range(v_dim):
-                    store(y, d, load(x, d) * by)
+                    sort_row(y, x, v_dim, by)
+                else:
+                    for d in range(v_dim):
+                        store(y, d, load(x, d) * by)
                 if lse_token:
                     store(
                         cast(lse, "fp32"), t * lse_token + g,
-                        load(tops, i) + log(total) if total != 0.0 else np.float32(-np.inf),
+                        logsum(total, load(tops, i)) if total != 0.0 else np.float32(-np.inf),
                     )  # fmt: skip
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
@@ -213,7 +216,7 @@ def attend(
     ]
     if causal:
         blocks.sort(key=lambda b: b[2] - b[1] - b[4])
-    table = torch.tensor(blocks, dtype=torch.int64, device="cpu")
+    table = array("q", [number for block in blocks for number in block])
     k_strides, v_strides = k_cache.stride(), v_cache.stride()
     if k_cache.ndim == 4:
         page, size = k_cache.shape[1], k_cache.shape[0] * k_cache.shape[1]
@@ -222,12 +225,12 @@ def attend(
         k_strides, v_strides = (0, *k_strides), (0, *v_strides)
     work = sum((stop - t) * length for t, stop, _, _, length in blocks) * group
     run(
-        kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), len(blocks) * kv_heads, work // len(blocks) * dim // 16,
+        kernel_for(q.dtype, dim, v_dim), (FORMAT[q.dtype],), len(blocks) * kv_heads, work // len(blocks) * dim // 2,
         (
             q.data_ptr(), *q.stride()[:2], group, kv_heads, dim, v_dim,
             k_cache.data_ptr(), *k_strides[:3], v_cache.data_ptr(), *v_strides[:3], size, page,
-            bits(page, k_cache.ndim), table.data_ptr(), kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
+            bits(page, k_cache.ndim), table.buffer_info()[0], kv_indices.data_ptr(), kv_indices.dtype is torch.int64,
             out.data_ptr(), *out.stride()[:2], 0 if lse is None else lse.data_ptr(), 0 if lse is None else heads,
-            scale, min(sliding_window, 1 << 40), causal, tokens,
+            scale * LOG2E, min(sliding_window, 1 << 40), causal, tokens,
         ),
     )  # fmt: skip

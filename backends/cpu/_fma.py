@@ -20,6 +20,9 @@ from hal.backends.cpu._bits import FORMATS, I64, types
 from hal.backends.cpu._jit import inline
 from hal.backends.cpu._vector import LANES, steps
 
+LOG2E = 1 / math.log(2)
+"""Kernels take the scale of logits times this: their weights are powers of 2."""
+
 
 def literal(x: Any) -> int:
     if not isinstance(x, types.IntegerLiteral):  # numba asks without the literal first
@@ -64,7 +67,7 @@ def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count:
 def soften(
     typingctx: Any, x: Any, valid: Any, count: Any, tops: Any, sums: Any, keep: Any, scale: Any, heads: Any
 ) -> Any:  # fmt: skip
-    """``x[i] = exp(scale * x[i] - top)`` of each head for i < valid, 0 for the rest of `count`, a multiple of 16.
+    """``x[i] = 2^(scale * x[i] - top)`` of each head for i < valid, 0 for the rest of `count`, a multiple of 16.
 
     tops, sums, keep: 16 each, lane i of head i % width: the largest logit so far, the sum of weights so far (over all
     lanes of a head), and what the output so far is to be multiplied by.
@@ -86,11 +89,11 @@ def soften(
             b.store(vec.larger(b, logit, b.load(place)), place)
         top = vec.across(b, b.load(place), c, vec.larger)
         base = b.select(b.fcmp_ordered(">", top, low), top, vec.number(0.0))
-        kept = vec.exp(b, b.fsub(old, base))
+        kept = vec.exp2(b, b.fsub(old, base))
         total = cgutils.alloca_once_value(b, kept)
         b.store(b.fmul(kept, vec.read(b, sums_, "fp32", zero)), total)
         with steps(b, zero, count_, LANES) as i:
-            e = vec.exp(b, b.fsub(vec.read(b, x_, "fp32", i), base))
+            e = vec.exp2(b, b.fsub(vec.read(b, x_, "fp32", i), base))
             vec.write(b, x_, i, e)
             b.store(b.fadd(b.load(total), e), total)
         for to, value in ((tops_, top), (sums_, b.load(total)), (keep_, kept)):
@@ -165,8 +168,9 @@ def rescale(typingctx: Any, acc: Any, dim: Any, keep: Any, heads: Any) -> Any:
 
 
 @inline
-def log(x):  # type: ignore[no-untyped-def]
-    return np.float32(math.log(x))
+def logsum(total, top):  # type: ignore[no-untyped-def]
+    """The logarithm of ``total * 2^top``."""
+    return np.float32(top * math.log(2) + math.log(total))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

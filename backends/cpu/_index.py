@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from llvmlite import ir
+from numba.extending import intrinsic
 from torch import Tensor
 
-from hal.backends.cpu._bits import cast, load, store
+from hal.backends.cpu import _vector as vec
+from hal.backends.cpu._bits import cast, load, store, types
 from hal.backends.cpu._jit import inline
 
 LONGEST = 2**31 - 1
@@ -22,6 +27,30 @@ def get(p, wide, i):  # type: ignore[no-untyped-def]
     if wide:
         return load(cast(p, "i64"), i)
     return load(cast(p, "i32"), i)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _counts(typingctx: Any, p: Any, i: Any) -> Any:
+    """Whether the 16 elements from the i-th are each one more than the last."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x = vec.raw(b, args[0], p.kind, args[1])
+        lane = x.type.element
+        up = b.add(vec.shuffle(b, x, x, [0] * vec.LANES), ir.Constant(x.type, [lane(j) for j in range(vec.LANES)]))
+        odd = b.bitcast(b.icmp_signed("!=", x, up), ir.IntType(vec.LANES))
+        return b.icmp_signed("==", odd, odd.type(0))
+
+    return types.boolean(p, types.int64), codegen
+
+
+@inline
+def in_a_row(p, wide, i):  # type: ignore[no-untyped-def]
+    """Whether 16 index elements from the i-th are each one more than the last."""
+    if get(p, wide, i + 1) != get(p, wide, i) + 1:
+        return False
+    if wide:
+        return _counts(cast(p, "i64"), i)
+    return _counts(cast(p, "i32"), i)
 
 
 @inline

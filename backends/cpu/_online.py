@@ -10,13 +10,16 @@ Many queries of one request are matrix products: `MOST` draws the line.
 
 from __future__ import annotations
 
+from array import array
+from itertools import count as count_from
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from hal.backends.cpu import _pool
 from hal.backends.cpu._amx import (
     begin_tiles,
-    copy_rows,
     end_tiles,
     merge_dims,
     pack_queries,
@@ -24,22 +27,26 @@ from hal.backends.cpu._amx import (
     tile_weigh,
     tile_weights,
 )  # fmt: skip
-from hal.backends.cpu._bits import address, cast, load, shift, store, view
+from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import dots, fetch, log, rescale, soften, weigh
+from hal.backends.cpu._fma import LOG2E, dots, fetch, logsum, rescale, soften, weigh
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import inline, with_tiles
+from hal.backends.cpu._keys import BLOCK, SPREAD, join, list_rows, list_tiles, split
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-BLOCK = 64
-"""Keys in a block, a multiple of 32."""
-SPREAD = BLOCK // LANES
 NEAR = 32 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
+COST = 4
+"""A byte of the cache costs as much as so many that are copied: calls are shared by threads accordingly."""
+SHARE = _pool.SHARE // COST
+TURNS = 4
+"""Turns of each thread at least, where keys of few requests are split."""
+NONE, NO_COUNTS = torch.empty(0, device="cpu", dtype=torch.float32), array("q")
 MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
 """Queries times keys of a request up to which one at a time is faster. A single query always is."""
 
@@ -55,70 +62,24 @@ def aligned(address):  # type: ignore[no-untyped-def]
     return (address + 63) // 64 * 64
 
 
-@inline
-def _list(  # type: ignore[no-untyped-def]
-    j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, k_at, v_at
-):  # fmt: skip
-    """(the position after a block of the keys that are there, how many): where they lie. The last one is repeated up
-    to a multiple of 32."""
-    m = 0
-    following = -1  # the slot whose rows come right after the last ones
-    k_last = v_last = until = 0
-    while j < high and m < BLOCK:
-        slot = get(indices, indices_64, j)
-        j += 1
-        if slot == following and slot >= 0:
-            k_last += k_row
-            v_last += v_row
-        elif 0 <= slot < num_slots:
-            whole = slot >> page_bits if page_bits else slot // page
-            rest = slot - whole * page
-            k_last = whole * k_page + rest * k_row
-            v_last = whole * v_page + rest * v_row
-            until = (whole + 1) * page
-        else:
-            continue
-        following = slot + 1 if slot + 1 < until else -1
-        store(k_at, m, k_last)
-        store(v_at, m, v_last)
-        m += 1
-    if m:
-        for c in range(m, (m + 31) // 32 * 32):
-            store(k_at, c, k_last)
-            store(v_at, c, v_last)
-    return j, m
-
-
-@inline
-def spread(cache, at, dim, room, c, to):  # type: ignore[no-untyped-def]
-    """Where 16 rows lie, and bytes from one to the next: in the cache if that is the same for all, else in `room`."""
-    step, odd = load(at, 1) - load(at, 0), 0
-    for i in range(2, LANES):
-        odd |= load(at, i) - load(at, i - 1) - step
-    first = shift(cache, load(at, 0))
-    if odd:
-        step, first = dim, shift(room, c * dim)
-        copy_rows(first, cache, at, dim)
-    store(to, c // LANES, address(first))
-    store(to, SPREAD + c // LANES, 2 * step)
-
-
 def _kernel(  # type: ignore[no-untyped-def]
     counter, grain, n,
     q, q_token, q_head, group, kv_heads, dim, v_dim, rows,
     k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page, page_bits,
     indptr, indptr_64, indices, indices_64, nnz, with_qo, qo, qo_64, out, out_token, out_head, lse, lse_token,
-    scale, window, causal, most, far,
+    scale, window, causal, most, far, pieces, partial, arrived,
 ):  # fmt: skip
     parts = (group + 3) // 4
-    # By parts of four heads: their logits, what they multiply, their queries, the output so far.
-    scratch = np.zeros(max(4 * BLOCK, v_dim) + parts * (48 + 4 * dim + 4 * v_dim) + 32, np.float32)
+    # By parts of four heads: their logits, what they multiply, their queries, the output so far and before it each
+    # head's largest logit and sum of weights.
+    scratch = np.empty(max(4 * BLOCK, v_dim) + parts * (64 + 4 * dim + 4 * v_dim) + 32, np.float32)
     saved = view(aligned(scratch.ctypes.data), "fp32")
     logits = shift(saved, 16)
     state = shift(logits, max(4 * BLOCK, v_dim))
     query = shift(state, parts * 48)
-    acc = shift(state, parts * (48 + 4 * dim))
-    listed = np.zeros(4 * BLOCK, np.int64)
+    acc = shift(query, parts * (16 + 4 * dim))
+    ends = shift(acc, -2 * group)
+    listed = np.empty(4 * BLOCK, np.int64)
     here = view(listed.ctypes.data, "i64")
     there = shift(here, 2 * BLOCK)
     if TILES:
@@ -134,7 +95,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     begin = take(counter, grain) if grain else 0
     while begin < n:
         for item in range(begin, min(begin + grain, n) if grain else n):
-            i, h = item // kv_heads, item % kv_heads
+            i, h, piece = item // pieces // kv_heads, item // pieces % kv_heads, item % pieces
             first = clamped(indptr, indptr_64, i, nnz)
             last = max(first, clamped(indptr, indptr_64, i + 1, nnz))
             t_first, t_last = i, i + 1
@@ -146,6 +107,9 @@ def _kernel(  # type: ignore[no-untyped-def]
                 own = last - (t_last - t)
                 low = max(first, own - window) if window >= 0 else first
                 high = own + 1 if causal else last
+                low, high, count = split(low, high, pieces, piece)
+                if piece >= count:
+                    continue
                 for part in range(parts):
                     heads = min(4, group - 4 * part)
                     x = shift(q, t * q_token + (h * group + 4 * part) * q_head)
@@ -159,23 +123,29 @@ def _kernel(  # type: ignore[no-untyped-def]
                         store(state, part * 48 + g, np.float32(-np.inf))
                         store(state, part * 48 + LANES + g, np.float32(0.0))
                 keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
-                j, m = _list(
-                    low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
-                    shift(here, BLOCK),
-                )  # fmt: skip
+                if TILES:
+                    j, m = list_tiles(
+                        low, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                        values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
+                    )  # fmt: skip
+                else:
+                    j, m = list_rows(
+                        low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
+                        shift(here, BLOCK),
+                    )  # fmt: skip
                 fresh = True
                 if not TILES or not m:
                     for d in range(parts * 4 * v_dim):
                         store(acc, d, np.float32(0.0))
                 while m:
-                    j, ahead = _list(
-                        j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
-                        there, shift(there, BLOCK),
-                    )  # fmt: skip
-                    v_at = shift(here, BLOCK)
-                    padded = (m + 31) // 32 * 32
-                    if far:
-                        fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
+                    padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
+                    if not TILES:
+                        j, ahead = list_rows(
+                            j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
+                            there, shift(there, BLOCK),
+                        )  # fmt: skip
+                        if far:
+                            fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
                     for part in range(parts):
                         mine = shift(query, part * 4 * dim)
                         tops = shift(state, part * 48)
@@ -183,22 +153,17 @@ def _kernel(  # type: ignore[no-untyped-def]
                         y = shift(acc, part * 4 * v_dim)
                         heads = min(4, group - 4 * part)
                         if TILES:
-                            if part == 0:
-                                for c in range(0, padded, LANES):
-                                    spread(keys_, shift(here, c), dim, keys, c, k_by)
-                                    spread(values_, shift(v_at, c), v_dim, values, c, v_by)
                             for c in range(0, padded, 32):
                                 tile_dots(
-                                    shift(logits, 4 * c), cast(mine, "bf16"), dim,
-                                    cast(view(load(k_by, c // LANES), "i64"), keys_), load(k_by, SPREAD + c // LANES),
-                                    cast(view(load(k_by, c // LANES + 1), "i64"), keys_),
-                                    load(k_by, SPREAD + c // LANES + 1),
+                                    shift(logits, 4 * c), cast(mine, "bf16"), dim, shift(k_by, c // LANES),
+                                    shift(k_by, SPREAD + c // LANES),
                                 )  # fmt: skip
-                            soften(logits, 4 * m, 4 * padded, tops, sums, keep, scale, 4)
-                            tile_weights(p, logits, padded)
+                            for c in range(4 * m, 4 * padded):
+                                store(logits, c, np.float32(-np.inf))
+                            tile_weights(p, logits, padded, tops, sums, keep, scale)
                             if not fresh:
                                 rescale(y, v_dim, keep, 4)
-                            tile_weigh(y, fresh, v_dim, values_, v_by, shift(v_by, SPREAD), padded, p)
+                            tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
                         elif heads == 4:
                             dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
                             soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
@@ -216,28 +181,40 @@ def _kernel(  # type: ignore[no-untyped-def]
                             soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
                             weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
                     here, there, m, fresh = there, here, ahead, False
-                for part in range(parts):
-                    heads = min(4, group - 4 * part)
-                    lanes = 4 if TILES or heads == 3 else heads
-                    for g in range(heads):
-                        at = h * group + 4 * part + g
-                        y = shift(out, t * out_token + at * out_head)
-                        total = np.float32(0.0)
-                        for lane in range(g, LANES, lanes):
-                            total += load(state, part * 48 + LANES + lane)
-                        by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
-                        x = shift(acc, (part * 4 + g) * v_dim)
-                        if TILES:
-                            merge_dims(logits, x, v_dim)
-                            x = logits
+                    if TILES:
+                        j, m = list_tiles(
+                            j, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                            values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
+                        )  # fmt: skip
+                for g in range(group):
+                    part, lanes = g // 4 * 48, 4 if TILES or group - g // 4 * 4 > 2 else group - g // 4 * 4
+                    total = np.float32(0.0)
+                    for lane in range(g % 4, LANES, lanes):
+                        total += load(state, part + LANES + lane)
+                    store(ends, g, load(state, part + g % 4))
+                    store(ends, group + g, total)
+                if count > 1:
+                    size = group * (v_dim + 2)
+                    all_ = shift(cast(partial, "fp32"), item // pieces * pieces * size)
+                    move(shift(all_, piece * size), ends, size)
+                    if take(shift(arrived, item // pieces), 1) < count - 1:
+                        continue
+                    join(ends, acc, group, v_dim, all_, count)
+                for g in range(group):
+                    y = shift(out, t * out_token + (h * group + g) * out_head)
+                    total = load(ends, group + g)
+                    by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
+                    x = shift(acc, g * v_dim)
+                    if TILES:
+                        merge_dims(y, x, v_dim, by)
+                    else:
                         for d in range(v_dim):
                             store(y, d, load(x, d) * by)
-                        if lse_token:
-                            top = load(state, part * 48 + g)
-                            store(
-                                cast(lse, "fp32"), t * lse_token + at,
-                                top + log(total) if total != 0.0 else np.float32(-np.inf),
-                            )  # fmt: skip
+                    if lse_token:
+                        store(
+                            cast(lse, "fp32"), t * lse_token + h * group + g,
+                            logsum(total, load(ends, g)) if total != 0.0 else np.float32(-np.inf),
+                        )  # fmt: skip
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     scratch[0], listed[0] = 0.0, 0
@@ -250,7 +227,7 @@ VARIANT = {dtype: (FORMAT[dtype],) for dtype in MOST}
 TILES = False  # as `with_tiles` has it
 _TYPES = (
     "i64 int int  *x int int int int int int int  *x int int int *x int int int int int int "
-    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool"
+    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool int u8 i64"
 )
 kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
@@ -298,20 +275,26 @@ def attend(
         v_row, v_head, _ = v_strides
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
-    work = nnz * (dim + v_dim) * dtype.itemsize
+    group, work, items = heads // max(1, kv_heads), nnz * (dim + v_dim) * dtype.itemsize, bs * kv_heads
+    pieces, partial, arrived = 1, NONE, NO_COUNTS
     if rows > bs:
         work *= -(-rows // max(1, bs))
+    elif work * kv_heads > SHARE and qo_indptr is None and 0 < items < TURNS * (threads := torch.get_num_threads()):
+        # So many that each thread has as many turns, and TURNS at least.
+        pieces = next(n for n in count_from(-(-TURNS * threads // items)) if not items * n % threads)
+        partial = torch.empty(items * pieces * group * (v_dim + 2), dtype=torch.float32, device="cpu")
+        arrived = array("q", bytes(8 * items))
     run(
-        kernel_for(dtype, dim, v_dim), VARIANT[dtype], bs * kv_heads, work // max(1, bs),
+        kernel_for(dtype, dim, v_dim), VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
         (
-            q.data_ptr(), q_strides[0], q_strides[1], heads // max(1, kv_heads), kv_heads, dim, v_dim, rows,
+            q.data_ptr(), q_strides[0], q_strides[1], group, kv_heads, dim, v_dim, rows,
             k_cache.data_ptr(), k_page, k_row, k_head, v_cache.data_ptr(), v_page, v_row, v_head,
             size, page, bits(page, len(k_shape)),
             kv_indptr.data_ptr(), kv_indptr.dtype is torch.int64, kv_indices.data_ptr(),
             kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
-            0 if lse is None else heads, scale, min(sliding_window, 1 << 40), causal, MOST[dtype],
-            work * kv_heads > NEAR,
+            0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, MOST[dtype],
+            work * kv_heads > NEAR, pieces, partial.data_ptr(), arrived.buffer_info()[0],
         ),
     )  # fmt: skip
     return True

@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hal.backends.cpu import _vector as vec
-from hal.backends.cpu._bits import F32, I32, I64, decode, encode, types
+from hal.backends.cpu._bits import F32, I32, I64, decode, types
 from hal.backends.cpu._vector import LANES, steps
 
 HIGH, WIDE = 6, 4
@@ -155,53 +155,56 @@ def stretch(typingctx: Any, x: Any, n: Any, by: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def soften_row(
-    typingctx: Any, x: Any, p: Any, count: Any, whole: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any,
+    typingctx: Any, x: Any, p: Any, count: Any, full: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any,
     scale: Any,
 ) -> Any:  # fmt: skip
-    """``p[i] = exp(scale * x[i] - top)`` for i < count, a multiple of 32; what the row's sums so far are to be
+    """``p[i] = 2^(scale * x[i] - top)`` for i < count, a multiple of 64; what the row's sums so far are to be
     multiplied by.
 
     Args:
-        p: fp32 or bf16; may be x. whole: the row sees all; else from `begin` to `end`, and where `alive` is not 0.
+        p: fp32, or bf16 by the CPU's own rounding; may be x.
+        full: a multiple of 64. So many from the first are seen, all; of the others those from `begin` to `end` where
+            `alive` is not 0.
         top, total: the largest logit and the sum of weights so far; updated.
     """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x_, p_, count_, whole_, begin_, end_, alive_, top_, total_, scale_ = args
-        by, low = vec.fill(b, scale_), vec.number(float("-inf"))
+        x_, p_, count_, full_, begin_, end_, alive_, top_, total_, scale_ = args
+        # A logit that is not seen becomes -inf by the scale, which may be negative, and as good as 0.
+        scale_ = b.select(b.fcmp_ordered("==", scale_, F32(0.0)), F32(2.0**-120), scale_)
+        unseen = b.select(b.fcmp_ordered("<", scale_, F32(0.0)), F32(float("inf")), F32(float("-inf")))
+        by, low, none = vec.fill(b, scale_), vec.number(float("-inf")), vec.fill(b, unseen)
         old = vec.scalar(b, top_, I64(0))
         lane = ir.Constant(vec.vector(I32), [I32(j) for j in range(LANES)])
         first, size = b.trunc(begin_, I32), b.trunc(b.sub(end_, begin_), I32)
         size = b.select(b.icmp_signed("<", size, I32(0)), I32(0), size)
-        tops = [cgutils.alloca_once(b, vec.vector()) for _ in range(2)]
+        tops, parts = ([cgutils.alloca_once(b, vec.vector()) for _ in range(4)] for _ in range(2))
         for place in tops:
             b.store(old, place)
-        with b.if_else(whole_) as (then, otherwise):
-            with then, steps(b, I64(0), count_, 2 * LANES) as i:
-                for j, place in enumerate(tops):
-                    logit = b.fmul(vec.read(b, x_, "fp32", b.add(i, I64(LANES * j))), by)
-                    b.store(vec.larger(b, logit, b.load(place)), place)
-            with otherwise, steps(b, I64(0), count_, LANES) as i:
-                at = b.sub(b.add(lane, vec.fill(b, b.trunc(i, I32))), vec.fill(b, first))
-                seen = b.icmp_unsigned("<", at, vec.fill(b, size))
-                seen = b.and_(seen, b.fcmp_ordered("!=", vec.read(b, alive_, "fp32", i), vec.number(0.0)))
-                logit = b.select(seen, b.fmul(vec.read(b, x_, "fp32", i), by), low)
-                vec.write(b, x_, i, logit)
-                b.store(vec.larger(b, logit, b.load(tops[0])), tops[0])
-        most = vec.across(b, vec.larger(b, b.load(tops[0]), b.load(tops[1])), 1, vec.larger)
+        with steps(b, I64(0), full_, 4 * LANES) as i:
+            for j, place in enumerate(tops):
+                logit = b.fmul(vec.read(b, x_, "fp32", b.add(i, I64(LANES * j))), by)
+                b.store(vec.larger(b, logit, b.load(place)), place)
+        with steps(b, full_, count_, LANES) as i:
+            at = b.sub(b.add(lane, vec.fill(b, b.trunc(i, I32))), vec.fill(b, first))
+            seen = b.icmp_unsigned("<", at, vec.fill(b, size))
+            seen = b.and_(seen, b.fcmp_ordered("!=", vec.read(b, alive_, "fp32", i), vec.number(0.0)))
+            logit = b.select(seen, vec.read(b, x_, "fp32", i), none)
+            vec.write(b, x_, i, logit)
+            b.store(vec.larger(b, b.fmul(logit, by), b.load(tops[0])), tops[0])
+        most = vec.across(b, vec.folded(b, tops, vec.larger), 1, vec.larger)
         base = b.select(b.fcmp_ordered(">", most, low), most, vec.number(0.0))
-        kept = b.extract_element(vec.exp(b, b.fsub(old, base)), I32(0))
-        parts = [cgutils.alloca_once(b, vec.vector()) for _ in range(2)]
+        kept = b.extract_element(vec.exp2(b, b.fsub(old, base)), I32(0))
         for place in parts:
             b.store(vec.number(0.0), place)
-        factor = b.select(whole_, by, vec.number(1.0))
-        with steps(b, I64(0), count_, 2 * LANES) as i:
+        with steps(b, I64(0), count_, 4 * LANES) as i:
             for j, place in enumerate(parts):
                 at = b.add(i, I64(LANES * j))
-                e = vec.exp(b, b.fsub(b.fmul(vec.read(b, x_, "fp32", at), factor), base))
-                vec.write(b, p_, at, encode(b, "bf16", e) if p.kind == "bf16" else e)
+                y = vec.fma(b, vec.read(b, x_, "fp32", at), by, b.fneg(base))
+                e = vec.exp2(b, y, 5 if p.kind == "bf16" else 6)
+                vec.write(b, p_, at, vec.to_bf16(b, e) if p.kind == "bf16" else e)
                 b.store(b.fadd(b.load(place), e), place)
-        part = vec.across(b, b.fadd(b.load(parts[0]), b.load(parts[1])), 1, vec.add)
+        part = vec.across(b, vec.folded(b, parts, vec.add), 1, vec.add)
         before = b.bitcast(b.load(total_), F32)
         now = b.fadd(b.fmul(before, kept), b.extract_element(part, I32(0)))
         b.store(b.bitcast(now, total_.type.pointee), total_)
@@ -209,4 +212,4 @@ def soften_row(
         return kept
 
     n, f = types.int64, types.float32
-    return f(x, p, n, types.boolean, n, n, alive, top, total, f), codegen
+    return f(x, p, n, n, n, n, alive, top, total, f), codegen

@@ -55,19 +55,19 @@ def tile_values(typingctx: Any, to: Any, cache: Any, at: Any, count: Any, dim: A
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def sort_row(typingctx: Any, x: Any, n: Any) -> Any:
-    """Sums of `tile_values`, in the order of their dims."""
+def sort_row(typingctx: Any, to: Any, x: Any, n: Any, by: Any) -> Any:
+    """Sums of `tile_values` times `by`, in the order of their dims, as bf16."""
     order = [s + o + j for s in range(0, 16, 4) for o in (0, 16) for j in range(4)]
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        with steps(b, I64(0), args[1], 32) as i:
-            next_ = b.add(i, I64(LANES))
-            one, two = (vec.read(b, args[0], "fp32", at) for at in (i, next_))
-            vec.write(b, args[0], i, vec.shuffle(b, one, two, order[:16]))
-            vec.write(b, args[0], next_, vec.shuffle(b, one, two, order[16:]))
+        to_, x_, n_, by_ = args
+        with steps(b, I64(0), n_, 32) as i:
+            one, two = (vec.read(b, x_, "fp32", b.add(i, I64(j))) for j in (0, LANES))
+            row = b.fmul(vec.shuffle(b, one, two, order), vec.fill(b, by_, 32))
+            vec.write(b, to_, i, vec.to_bf16(b, row))
         return context.get_dummy_value()
 
-    return types.void(x, types.int64), codegen
+    return types.void(to, x, types.int64, types.float32), codegen
 
 
 def _four(b: Any, x: Any, x_step: Any, x_by: Any, y: Any, y_at: Any, y_next: Any) -> None:

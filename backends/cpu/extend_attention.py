@@ -40,11 +40,6 @@ def extend_attention(
     v_dim, nnz = v_cache.shape[-1], kv_indices.shape[0]
     if out is None:
         out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
-    done = -1  # requests up to this size are
-    if _online.attend(
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, causal
-    ):
-        done = _online.MOST[q.dtype]
     size = count_slots(k_cache)
     by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
     dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
@@ -56,12 +51,25 @@ def extend_attention(
         for (begin, stop), (first, last) in zip(pairwise(qo), pairwise(kv), strict=True)
         if stop > begin
     ]
-    if done >= 0:
-        spans = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > done]
-    if not spans:
-        return out
-    if done >= 0:
-        _blocks.attend(spans, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
+    if _online.fits(q, k_cache, v_cache, logit_cap):
+        many = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > _online.MOST[q.dtype]]
+        if len(many) < len(spans):
+            _online.attend(
+                q,
+                k_cache,
+                v_cache,
+                qo_indptr,
+                kv_indptr,
+                kv_indices,
+                out,
+                lse,
+                scale,
+                sliding_window,
+                logit_cap,
+                causal,
+            )
+        if many:
+            _blocks.attend(many, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
         return out
     with _pool.torch_threads():
         slots = kv_indices.to(torch.int64)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from cpu.cases import judge, ours, params
 
+from hal._remote.target import DirectTarget
 from hal.backends.cpu import _amx, _blocks, _online, _pool
+from hal.conformance.execute import execute
 from hal.ops import get_spec
 
 OPS = ("decode_attention", "extend_attention")
@@ -79,3 +81,39 @@ def test_with_the_matrix_unit_and_without(op: str, tiles: bool, monkeypatch: pyt
 def test_who_does_what(sample: str, online: bool) -> None:
     a = get_spec("decode_attention").make(**params("decode_attention", sample))
     assert _online.fits(a["q"], a["k_cache"], a["v_cache"], a["logit_cap"]) == online
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("index", ["i32", "i64"])
+def test_slots_in_a_row_of_one_request_that_threads_share(
+    index: str, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of slots, with gaps, over the ends of pages; its keys are split, and the parts joined by whoever is last."""
+    if tiles and not _amx.usable():
+        pytest.skip("this CPU has no AMX for bf16")
+    split: list[int] = []
+
+    def noted(kernel: Any, variant: Any, items: int, *args: Any) -> None:
+        split.append(items)
+        _pool.run(kernel, variant, items, *args)
+
+    kernel = _online.tile_kernel if tiles else _online.kernel
+    monkeypatch.setattr(_online, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(_online, "run", noted)
+    monkeypatch.setattr(_online, "SHARE", 0)
+    for bytes_ in ("SHARE", "WAKE", "GRAIN"):
+        monkeypatch.setattr(_pool, bytes_, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for bs, longest, cache in ((1, 700, "paged"), (1, 700, "slots"), (2, 150, "paged"), (3, 40, "paged")):
+            spec, slots = get_spec("decode_attention"), (bs * longest // 16 + 2) * 16
+            a = spec.make(
+                bs=bs, longest=longest, lengths="full", slots=slots, cache=cache, q_heads=9, kv_heads=3, index=index
+            )
+            a["kv_indices"] = a["kv_indices"].sort().values
+            a["kv_indices"][[3, 37]] = torch.tensor([-1, slots], dtype=a["kv_indices"].dtype)
+            execute(spec, a, DirectTarget.of(spec.name, ours(spec.name)))
+    finally:
+        torch.set_num_threads(before)
+    assert split == [12, 12, 12, 9]
