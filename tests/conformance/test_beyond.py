@@ -46,13 +46,22 @@ def test_every_op_says_what_is_wide_and_has_a_case_for_it() -> None:
 
 def test_the_sizes_go_as_far_as_engines_do() -> None:
     least = {
-        ("get_last_loc", "bs"): 8192, ("get_last_loc", "requests"): 65_536, ("get_last_loc", "width"): 16_384,
-        ("assign_extend_cache_locs", "longest"): 65_536, ("rope_kv_write", "n"): 16_384, ("kv_write", "n"): 65_536,
-        ("rope_kv_write", "q_heads"): 128, ("rope_kv_write", "slots"): 65_537,
+        ("get_last_loc", "bs"): 8192,
+        ("get_last_loc", "requests"): 65_536,
+        ("get_last_loc", "width"): 16_384,
+        ("assign_extend_cache_locs", "longest"): 65_536,
+        ("rope_kv_write", "n"): 16_384,
+        ("kv_write", "n"): 65_536,
+        ("rope_kv_write", "q_heads"): 128,
+        ("rope_kv_write", "slots"): 65_537,
         ("rope_kv_write", "max_positions"): 65_536,
-        ("kv_transfer", "n"): 8192, ("kv_transfer", "src_slots"): 65_537, ("kv_move", "n"): 8192,
-        ("decode_attention", "bs"): 8192, ("decode_attention", "longest"): 65_536, ("decode_attention", "q_heads"): 128,
-    }  # fmt: skip
+        ("kv_transfer", "n"): 8192,
+        ("kv_transfer", "src_slots"): 65_537,
+        ("kv_move", "n"): 8192,
+        ("decode_attention", "bs"): 8192,
+        ("decode_attention", "longest"): 65_536,
+        ("decode_attention", "q_heads"): 128,
+    }
     for (op, name), size in least.items():
         reach = fresh.reach(get_spec(op), name, "device")
         assert min(reach) >= size, (op, name, reach)

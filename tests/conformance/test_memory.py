@@ -37,10 +37,13 @@ def test_a_placed_tensor_has_the_same_elements_strides_and_alignment(poison: int
 @pytest.mark.parametrize(
     ("offset", "where"),
     [
-        (-1, "4 bytes before it"), (28, "0 bytes past the end of it"), (5, "gaps"),
-        (ZONE // 4 + 27, "4092 bytes past"), (-1024, "4096 bytes before"),
+        (-1, "4 bytes before it"),
+        (28, "0 bytes past the end of it"),
+        (5, "gaps"),
+        (ZONE // 4 + 27, "4092 bytes past"),
+        (-1024, "4096 bytes before"),
     ],
-)  # fmt: skip
+)
 def test_a_stray_write_is_seen_and_placed(offset: int, where: str) -> None:
     placed = place({"t": odd_view()}, ROOM)
     t = placed.values["t"]

@@ -104,8 +104,11 @@ def test_drift_is_seen(generator: Any, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(generator, "files", lambda: expected)
     monkeypatch.setattr(generator, "ROOT", tmp_path)
     assert sorted(generator.find_drift()) == [
-        "README.md", "docs/ops/get_last_loc.md", "docs/ops/kv_write.md", "docs/ops/no_such_op.md",
-    ]  # fmt: skip
+        "README.md",
+        "docs/ops/get_last_loc.md",
+        "docs/ops/kv_write.md",
+        "docs/ops/no_such_op.md",
+    ]
 
 
 @pytest.mark.parametrize("op", BUILTIN)

@@ -35,11 +35,17 @@ def run(worker: str, settings: dict[str, Any], to: str = "", **environment: str)
     """The folder in which a worker has run all jobs; `settings` by the name that it has for them."""
     paths = {"llama": lambda: vllm_models.tiny_model("llama-gqa"), "smollm2": lambda: vllm_models.cut_smollm2(LAYERS)}
     jobs = [
-        {"name": f"{model}-{backend}", "model": str(paths[model]()), "rounds": rounds(vocab), "new": 4,
-         "env": {"HAL_BACKEND": backend}, **settings}
+        {
+            "name": f"{model}-{backend}",
+            "model": str(paths[model]()),
+            "rounds": rounds(vocab),
+            "new": 4,
+            "env": {"HAL_BACKEND": backend},
+            **settings,
+        }
         for backend in ("ascend", "reference")
         for model, vocab in MODELS.items()
-    ]  # fmt: skip
+    ]
     jobs.append({**jobs[0], "name": "faulty", "rounds": [[[5, 6, 7]]], "fault": "extend_attention"})
     path = vllm_models.folder() / "ascend"
     path.mkdir()
@@ -48,8 +54,11 @@ def run(worker: str, settings: dict[str, Any], to: str = "", **environment: str)
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name(worker), path / "jobs.json", path / to],
         env={**usual, "HAL_LANE": "lowered", "HAL_BACKEND": "ascend", **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert not ran.returncode, ran.stdout[-4000:]
     return path
 

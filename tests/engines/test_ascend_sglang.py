@@ -26,10 +26,12 @@ vision.declare_operators()
 
 from engines import on_ascend  # noqa: E402
 
-OPS = {
-    "alloc_decode", "alloc_extend", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
-    "get_last_loc", "kv_write", "rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+OPS = set(
+    """
+    alloc_decode alloc_extend build_kv_indices compute_positions decode_attention extend_attention get_last_loc
+    kv_write rope_kv_write write_req_to_token
+    """.split()
+)
 # Steps of 16 tokens: a longer prompt comes in pieces.
 SMALL = {"chunked_prefill_size": 16, "page_size": 16, "max_total_tokens": 512}
 

@@ -31,10 +31,12 @@ from engines import on_ascend, vllm_models  # noqa: E402
 HERE = Path(__file__).parent
 EMULATED = HERE.parent / "emulated/site"
 SMALL = {"device": "npu", "chunked_prefill_size": 16, "page_size": 16, "max_total_tokens": 512}
-STEP = {
-    "alloc_decode", "alloc_extend", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
-    "get_last_loc", "kv_write", "write_req_to_token",
-}  # fmt: skip
+STEP = set(
+    """
+    alloc_decode alloc_extend build_kv_indices compute_positions decode_attention extend_attention get_last_loc
+    kv_write write_req_to_token
+    """.split()
+)
 # Qwen3's norm and rotation are one name of sgl-kernel-npu's; Llama's rotation is in decode steps, else SGLang's own.
 RAN = {"llama-gqa": {*STEP, "rope_kv_write"}, "qwen3-qk-norm": {*STEP, "qk_norm_rope_kv_write"}}
 REFUSED = {
@@ -64,8 +66,11 @@ def folder() -> Path:
     ran = subprocess.run(
         [sys.executable, HERE / "sglang_worker.py", path / "jobs.json", path],
         env={**usual, "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EMULATED)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert not ran.returncode, ran.stdout[-4000:]
     return path
 

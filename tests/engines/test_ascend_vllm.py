@@ -26,9 +26,14 @@ SMALL = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_siz
 def results() -> dict[str, Any]:
     """By job, from one process."""
     path = on_ascend.run(
-        "vllm_worker.py", {"llm": SMALL}, "results.json", **vllm_models.ENVIRONMENT,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", HAL_TRACE="1", HAL_ENGINES="vllm",
-    )  # fmt: skip
+        "vllm_worker.py",
+        {"llm": SMALL},
+        "results.json",
+        **vllm_models.ENVIRONMENT,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HAL_TRACE="1",
+        HAL_ENGINES="vllm",
+    )
     return json.loads((path / "results.json").read_text())
 
 

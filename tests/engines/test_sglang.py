@@ -48,11 +48,13 @@ def folder() -> Path:
 def jobs() -> dict[str, dict[str, Any]]:
     """What is run, by name."""
     llama, latent = (str(vllm_models.tiny_model(s)) for s in ("llama-gqa", "deepseek-v2-mla"))
-    small = {"chunked_prefill_size": 16}
+    small, fp8, reference = {"chunked_prefill_size": 16}, {"kv_cache_dtype": "fp8_e4m3"}, {"HAL_BACKEND": "reference"}
     made: dict[str, dict[str, Any]] = {
         **{
             f"smollm2-page-{page}": {
-                "model": str(vllm_models.smollm2()), "rounds": [vllm_models.chats()], "new": 8,
+                "model": str(vllm_models.smollm2()),
+                "rounds": [vllm_models.chats()],
+                "new": 8,
                 "engine": {"page_size": page, "max_total_tokens": 2560},
             }
             for page in (1, 16, 64)
@@ -62,45 +64,48 @@ def jobs() -> dict[str, dict[str, Any]]:
         "chunked": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "enable_mixed_chunk": True}},
         "latent-chunked": {"model": latent, "rounds": shared_prefix(), "engine": small},
         "page-1": {
-            "model": llama, "rounds": shared_prefix(),
+            "model": llama,
+            "rounds": shared_prefix(),
             "engine": {**small, "page_size": 1, "disable_overlap_schedule": True},
         },
         # 8 requests come to 100 tokens each.
         "retracted": {
-            "model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60,
+            "model": llama,
+            "rounds": [prompts((40,) * 8, seed=7)],
+            "new": 60,
             "engine": {"max_total_tokens": 512, "schedule_conservativeness": 0.01},
             # SGLang keeps room for all that a request may write if nothing ends it before.
             "sampling": {"ignore_eos": False},
         },
         **{
             f"hicache-{layout}": {
-                "model": model, "rounds": evicted(),
+                "model": model,
+                "rounds": evicted(),
                 "engine": {
-                    "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_mem_layout": layout,
-                    "hicache_io_backend": io, "max_total_tokens": 320,
+                    "enable_hierarchical_cache": True,
+                    "hicache_ratio": 4.0,
+                    "hicache_mem_layout": layout,
+                    "hicache_io_backend": io,
+                    "max_total_tokens": 320,
                 },
             }
             for layout, io, model in (
-                ("layer_first", "kernel", llama), ("page_first", "kernel", latent), ("page_head", "kernel", llama),
+                ("layer_first", "kernel", llama),
+                ("page_first", "kernel", latent),
+                ("page_head", "kernel", llama),
                 ("page_first_direct", "direct", llama),
             )
         },
-        "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
-        "fp8-reference": {
-            "model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
-            "env": {"HAL_BACKEND": "reference"},
-        },
-        "latent-fp8": {"model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
-        "latent-fp8-reference": {
-            "model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
-            "env": {"HAL_BACKEND": "reference"},
-        },
-        "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "reference"}},
-        "latent-reference": {"model": latent, "rounds": [prompts()], "env": {"HAL_BACKEND": "reference"}},
+        "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": fp8},
+        "fp8-reference": {"model": llama, "rounds": [prompts()], "engine": fp8, "env": reference},
+        "latent-fp8": {"model": latent, "rounds": [prompts()], "engine": fp8},
+        "latent-fp8-reference": {"model": latent, "rounds": [prompts()], "engine": fp8, "env": reference},
+        "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": reference},
+        "latent-reference": {"model": latent, "rounds": [prompts()], "env": reference},
         "acme": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "acme"}},
         "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
         **{name: {"model": llama, "rounds": [], "engine": changed} for name, (changed, _) in REFUSED.items()},
-    }  # fmt: skip
+    }
     for name, job in made.items():
         job["name"] = name
     return {name: job for name, job in made.items() if name not in LEFT_OUT}
@@ -117,10 +122,19 @@ if metadata.version("sglang") == "0.5.17":
 HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
 SCENARIOS = [*HICACHE, "chunked", "latent-chunked", "page-1", "retracted", "reference", "latent-reference"]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
-LEFT_OUT = () if os.environ.get("CI_ALL") else (
-    *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference", "hicache-page_head",
-    "stablelm-partial-rotary",
-)  # fmt: skip
+LEFT_OUT = (
+    ()
+    if os.environ.get("CI_ALL")
+    else (
+        *SMOLLM2,
+        "reference",
+        "latent-reference",
+        "latent-fp8",
+        "latent-fp8-reference",
+        "hicache-page_head",
+        "stablelm-partial-rotary",
+    )
+)
 """Engines whose settings others have, each by itself (SmolLM2 `test_sglang_server`, the reference's functions `acme`,
 pages by heads on the host `tests/scale/test_sglang`, a rotation of a part vLLM's): they start in `ci/test all`."""
 SMOLLM2, SCENARIOS, HICACHE, SHAPES = (
@@ -137,13 +151,17 @@ def started() -> subprocess.Popen[bytes]:
     third_party.add(path, ACME)
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path),
-    }  # fmt: skip
+        "HAL_ENGINES": "sglang",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(path),
+    }
     with (path / "worker.txt").open("w") as out:
         found = subprocess.Popen(
             [sys.executable, HERE / "sglang_worker.py", path / "jobs.json", path],
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
+            env=environment,
+            stdout=out,
+            stderr=out,
+        )
     atexit.register(found.kill)
     return found
 
@@ -202,8 +220,10 @@ def test_the_scenarios_are_what_they_are_called() -> None:
         assert result(job)["trace"]["kv_transfer"]["cpu"] > LAYERS, job
     for job in SHAPES:
         assert result(job)["settings"] == {
-            "attention_backend": "hal", "disable_overlap_schedule": False, "page_size": 16,
-        }  # fmt: skip
+            "attention_backend": "hal",
+            "disable_overlap_schedule": False,
+            "page_size": 16,
+        }
     assert result("page-1")["settings"]["disable_overlap_schedule"]
 
 
@@ -296,20 +316,29 @@ print("LOOK" + json.dumps({
 def look(**env: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
     ran = subprocess.run(
-        [sys.executable, "-c", LOOK], env={**environment, **env}, capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", LOOK],
+        env={**environment, **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
         check=False,
-    )  # fmt: skip
+    )
     assert "LOOK" in ran.stdout, ran.stderr[-4000:]
     return json.loads(ran.stdout.split("LOOK", 1)[1])
 
 
 def test_installed_is_not_switched_on() -> None:
     assert look() == {
-        "platform": "SRTPlatform", "functions": ["sglang.srt.mem_cache.allocation",
-        "sglang.srt.model_executor.forward_batch_info"], "wrapped": [False, False], "hooks": 0, "decode": True,
-        "rotary": False, "triton": "sglang.srt.layers.attention.attention_registry", "choice": 1,
+        "platform": "SRTPlatform",
+        "functions": ["sglang.srt.mem_cache.allocation", "sglang.srt.model_executor.forward_batch_info"],
+        "wrapped": [False, False],
+        "hooks": 0,
+        "decode": True,
+        "rotary": False,
+        "triton": "sglang.srt.layers.attention.attention_registry",
+        "choice": 1,
         "modules": ["hal.engines.sglang.vision", "hal.engines.sglang.apart", "hal.engines.sglang.limits"],
-    }  # fmt: skip
+    }
 
 
 def test_another_version_is_refused() -> None:
@@ -322,9 +351,13 @@ vision.declare_operators()
 import sglang.srt.utils
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "HAL_ENGINES": "sglang"}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "HAL_ENGINES": "sglang"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert ran.returncode
     told = ran.stderr.splitlines()[-1]
     assert told.startswith("hal.engines._engine.EngineError: hal: sglang can't run on hal: sglang 0.5.")

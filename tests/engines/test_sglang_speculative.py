@@ -31,13 +31,17 @@ from engines import drafts, vllm_models  # noqa: E402
 HERE = Path(__file__).parent
 STEPS, NEW = 3, 24
 DRAFTED = {
-    "speculative_eagle_topk": 1, "speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": STEPS,
+    "speculative_num_draft_tokens": STEPS + 1,
     "page_size": 16,
-}  # fmt: skip
+}
 IN_TREES = {**DRAFTED, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8, "page_size": 1}
 ENGINES: dict[str, dict[str, Any]] = {
     "ngram": {
-        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 3, "speculative_num_draft_tokens": 6,
+        "speculative_algorithm": "NGRAM",
+        "speculative_ngram_max_bfs_breadth": 3,
+        "speculative_num_draft_tokens": 6,
         "page_size": 1,
     },
     "standalone": {"speculative_algorithm": "STANDALONE", **DRAFTED},
@@ -46,11 +50,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "nextn-trees": {"speculative_algorithm": "NEXTN", **IN_TREES},
     "eagle3": {"speculative_algorithm": "EAGLE3", **DRAFTED},
     "eagle3-trees": {"speculative_algorithm": "EAGLE3", **IN_TREES},
-}  # fmt: skip
-EVERY = {
-    "assign_extend_cache_locs", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
-    "rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+}
+EVERY = set(
+    """
+    assign_extend_cache_locs build_kv_indices compute_positions decode_attention extend_attention rope_kv_write
+    write_req_to_token
+    """.split()
+)
 PAGED, TREES = {"alloc_extend", "get_last_loc"}, {"kv_move"}
 MORE = {
     **{job: {"kv_write", *TREES} for job in ("ngram", "eagle-trees", "eagle3-trees")},
@@ -78,15 +84,18 @@ def jobs() -> dict[str, dict[str, Any]]:
     }
     made: dict[str, dict[str, Any]] = {
         name: {
-            "model": models[name][0], "rounds": [prompts(), prompts()], "new": NEW,
+            "model": models[name][0],
+            "rounds": [prompts(), prompts()],
+            "new": NEW,
             "engine": {**engine, "speculative_draft_model_path": models[name][1]},
         }
         for name, engine in ENGINES.items()
-    }  # fmt: skip
+    }
     made["window"] = {
-        "model": str(vllm_models.tiny_model("gemma2-window-cap")), "rounds": [], "engine": {
-            **ENGINES["ngram"], "disable_hybrid_swa_memory": True},
-    }  # fmt: skip
+        "model": str(vllm_models.tiny_model("gemma2-window-cap")),
+        "rounds": [],
+        "engine": {**ENGINES["ngram"], "disable_hybrid_swa_memory": True},
+    }
     for name, job in made.items():
         job["name"] = name
     return made
@@ -105,13 +114,16 @@ def started() -> subprocess.Popen[bytes]:
     (folder() / "jobs.json").write_text(json.dumps(list(jobs().values())))
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "HAL_ENGINES": "sglang",
+        "OMP_NUM_THREADS": "1",
+    }
     with (folder() / "worker.txt").open("w") as out:
         found = subprocess.Popen(
             [sys.executable, HERE / "sglang_worker.py", folder() / "jobs.json", folder()],
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
+            env=environment,
+            stdout=out,
+            stderr=out,
+        )
     atexit.register(found.kill)
     return found
 

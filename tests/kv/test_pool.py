@@ -99,9 +99,16 @@ def test_host_like(source: str, layout: str, mla: bool) -> None:
 
 @pytest.mark.parametrize(
     ("change", "argument"),
-    [({"slots": 7}, "slots"), ({"slots": -4}, "slots"), ({"slots": True}, "slots"), ({"slots": 4.0}, "slots"),
-     ({"page_size": 0}, "page_size"), ({"layout": "row_first"}, "layout"), ({"layout": ["page_first"]}, "layout")],
-)  # fmt: skip
+    [
+        ({"slots": 7}, "slots"),
+        ({"slots": -4}, "slots"),
+        ({"slots": True}, "slots"),
+        ({"slots": 4.0}, "slots"),
+        ({"page_size": 0}, "page_size"),
+        ({"layout": "row_first"}, "layout"),
+        ({"layout": ["page_first"]}, "layout"),
+    ],
+)
 def test_host_like_refuses(change: dict[str, Any], argument: str) -> None:
     with pytest.raises(hal.ArgumentError) as e:
         KVPool.host_like(pool("layer_first"), **{"slots": 16, **change})

@@ -93,9 +93,13 @@ class Served:
         path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         with self.log.open("w") as log:
             self.run = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name(script)], env={**given, **environment, "PYTHONPATH": path},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+                [sys.executable, Path(__file__).with_name(script)],
+                env={**given, **environment, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         atexit.register(self.run.kill)
 
     def tell(self, to: str, **what: Any) -> dict[str, Any]:

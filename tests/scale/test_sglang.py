@@ -30,10 +30,12 @@ from engines import vllm_models  # noqa: E402
 from scale import rounds  # noqa: E402
 
 WORKER = Path(vllm_models.__file__).with_name("sglang_worker.py")
-STEP = {
-    "build_kv_indices", "write_req_to_token", "compute_positions", "decode_attention", "extend_attention",
-    "rope_kv_write", "alloc_extend", "alloc_decode", "get_last_loc", "kv_write", "kv_transfer",
-}  # fmt: skip
+STEP = set(
+    """
+    build_kv_indices write_req_to_token compute_positions decode_attention extend_attention rope_kv_write
+    alloc_extend alloc_decode get_last_loc kv_write kv_transfer
+    """.split()
+)
 
 
 @functools.cache
@@ -52,13 +54,18 @@ def jobs() -> dict[str, dict[str, Any]]:
         "one": {"model": model, "rounds": [rounds.prompts()]},
         # One start of two processes for both questions.
         "two": {
-            "model": model, "rounds": [rounds.prompts(), *rounds.evicted()],
+            "model": model,
+            "rounds": [rounds.prompts(), *rounds.evicted()],
             "engine": {
-                "tp_size": 2, "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 320,
-                "hicache_mem_layout": "page_head", "hicache_io_backend": "kernel",
+                "tp_size": 2,
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 4.0,
+                "max_total_tokens": 320,
+                "hicache_mem_layout": "page_head",
+                "hicache_io_backend": "kernel",
             },
         },
-    }  # fmt: skip
+    }
     for name, job in made.items():
         job["name"] = name
         if "engine" in job:
@@ -73,8 +80,10 @@ def started() -> subprocess.Popen[bytes]:
     (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "HAL_BACKEND": "cpu", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "HAL_ENGINES": "sglang",
+        "HAL_BACKEND": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
     with (path / "worker.txt").open("w") as out:
         found = subprocess.Popen(
             [sys.executable, WORKER, path / "jobs.json", path], env=environment, stdout=out, stderr=out

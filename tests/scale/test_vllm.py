@@ -54,9 +54,11 @@ def offload(size: int, **extra: Any) -> dict[str, Any]:
     return {
         **SMALL,
         "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config,
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": config,
         },
-    }  # fmt: skip
+    }
 
 
 @functools.cache
@@ -78,7 +80,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "offload-chunks": {"model": llama, "rounds": evicted, "llm": offload(100 * BLOCK, blocks_per_chunk=3)},
         # Two groups of layers, so two blocks for as many tokens: no more than one request may have.
         "offload-window": {
-            "model": window, "rounds": evicted,
+            "model": window,
+            "rounds": evicted,
             "llm": {**offload(100 * BLOCK), "max_model_len": 224, "num_gpu_blocks_override": 30},
         },
         # The first prompt alone has ten blocks.
@@ -87,10 +90,12 @@ def jobs() -> dict[str, dict[str, Any]]:
         "offload-evicted": {"model": llama, "rounds": evicted, "llm": offload(13 * BLOCK)},
         "offload-nothing": {"model": llama, "rounds": evicted, "llm": offload(BLOCK - 1)},
         "offload-broken": {
-            "model": llama, "rounds": evicted, "llm": offload(100 * BLOCK),
+            "model": llama,
+            "rounds": evicted,
+            "llm": offload(100 * BLOCK),
             "env": {"HAL_BACKEND": f"{BACKEND},kv_transfer=broken"},
         },
-    }  # fmt: skip
+    }
     if TWO:
         # One start of two processes for both questions.
         llm = {**offload(100 * BLOCK), "tensor_parallel_size": 2}
@@ -120,10 +125,12 @@ def started() -> subprocess.Popen[bytes]:
     (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_ENGINES": "vllm",
+        **vllm_models.ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HAL_ENGINES": "vllm",
         "VLLM_CACHE_ROOT": str(path / "cache"),
         "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
+    }
     with (path / "log.txt").open("w") as out:
         found = subprocess.Popen(
             [sys.executable, WORKER, path / "jobs.json", path / "results.json"], env=environment, stdout=out, stderr=out

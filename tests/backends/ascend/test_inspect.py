@@ -113,10 +113,20 @@ def test_every_op_is_inspected() -> None:
 
 
 ROW = {
-    "op": "o", "case": "c", "dma_per_token": 2.0, "bytes_moved": 100, "ub_bits": 800, "ub_available": 1000,
-    "scalar_gathers": 0, "rmw_stores": 0, "int64_vectors": 0, "scalar_accesses": 0, "bytes_needed": 100,
-    "targets": {"Ascend910B3": "codegen"}, "verdict": "ok",
-}  # fmt: skip
+    "op": "o",
+    "case": "c",
+    "dma_per_token": 2.0,
+    "bytes_moved": 100,
+    "ub_bits": 800,
+    "ub_available": 1000,
+    "scalar_gathers": 0,
+    "rmw_stores": 0,
+    "int64_vectors": 0,
+    "scalar_accesses": 0,
+    "bytes_needed": 100,
+    "targets": {"Ascend910B3": "codegen"},
+    "verdict": "ok",
+}
 
 
 @pytest.mark.parametrize("cost", inspect.COSTS)
