@@ -11,11 +11,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TONES = {
-    "ready": "green", "chosen": "green", "on": "green", "ok": "green",
-    "absent": "yellow", "unavailable": "yellow", "rejected": "yellow",
-    "broken": "red", "incompatible": "red", "error": "red", "wrong": "red",
-    "off": "bright_black", "unimplemented": "bright_black",
-}  # fmt: skip
+    "ready": "green",
+    "chosen": "green",
+    "on": "green",
+    "ok": "green",
+    "absent": "yellow",
+    "unavailable": "yellow",
+    "rejected": "yellow",
+    "broken": "red",
+    "incompatible": "red",
+    "error": "red",
+    "wrong": "red",
+    "off": "bright_black",
+    "unimplemented": "bright_black",
+}
 _HTML = {"green": "#2f8f5b", "yellow": "#b5851a", "red": "#c0392b", "bright_black": "#8a8a86"}
 
 

@@ -85,13 +85,18 @@ class Hands:
         if stored:
             self.memory.raw(start, start + ret.nbytes).copy_(ret.detach().contiguous().view(-1).view(torch.uint8))
         return {
-            "kind": "tensor", "dtype": SHORT.get(ret.dtype, str(ret.dtype)), "shape": list(ret.shape),
-            "device": ret.device.type, "shown": describe(ret), "stored": stored or not ret.nbytes,
+            "kind": "tensor",
+            "dtype": SHORT.get(ret.dtype, str(ret.dtype)),
+            "shape": list(ret.shape),
+            "device": ret.device.type,
+            "shown": describe(ret),
+            "stored": stored or not ret.nbytes,
             "is": [
-                n for n, v in placed.values.items()
+                n
+                for n, v in placed.values.items()
                 if v is ret or (isinstance(v, Tensor) and (v.data_ptr(), v.shape, v.dtype) == whose)
             ],
-        }  # fmt: skip
+        }
 
 
 # --- single calls -----------------------------------------------------------------------------------
@@ -133,9 +138,12 @@ def call(hands: Hands, task: Task) -> Answer:
     if task.options.get("keep"):
         hands.kept.append((placed, ret))
     return {
-        "outcome": "returned", "ret": hands.returned(placed, ret), "others": sorted(seen - {"own"}),
-        "own": own is None or "own" in seen, **declared(bound),
-    }  # fmt: skip
+        "outcome": "returned",
+        "ret": hands.returned(placed, ret),
+        "others": sorted(seen - {"own"}),
+        "own": own is None or "own" in seen,
+        **declared(bound),
+    }
 
 
 def declared(bound: Bound) -> Answer:
@@ -175,9 +183,12 @@ def refuse(hands: Hands, task: Task) -> Answer:
 def raised(e: Exception) -> Answer:
     argument = e.argument if isinstance(e, ArgumentError) else None
     return {
-        "outcome": "raised", "type": type(e).__name__, "text": str(e), "trace": short_trace(e),
+        "outcome": "raised",
+        "type": type(e).__name__,
+        "text": str(e),
+        "trace": short_trace(e),
         "argument": argument if isinstance(argument, str) else None,
-    }  # fmt: skip
+    }
 
 
 def short_trace(e: BaseException) -> str:
@@ -301,7 +312,12 @@ def _on_device(name: str) -> Callable[[Hands, Task], Answer]:
 
 
 KINDS: Mapping[str, Callable[[Hands, Task], Answer]] = {
-    "call": call, "attempt": attempt, "refuse": refuse, "threads": threads, "repeat": repeat, "many": many,
+    "call": call,
+    "attempt": attempt,
+    "refuse": refuse,
+    "threads": threads,
+    "repeat": repeat,
+    "many": many,
     "again": again,
     **{name: _on_device(name) for name in ("stream", "sync", "graph", "overlap", "memory")},
-}  # fmt: skip
+}

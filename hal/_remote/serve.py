@@ -113,15 +113,19 @@ def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     entry = table.entries.get(backend.partition("/")[0])
     manifest = entry.manifest if entry else None
     about = {
-        "device": _device_name(target.device), "type": target.device.type, "limits": target.limits,
+        "device": _device_name(target.device),
+        "type": target.device.type,
+        "limits": target.limits,
         "lane": lane_on(lane, target.device),
         "takes": target.takes,
         "lanes": {name: list(types) for name, types in manifest.lanes.items()} if manifest else None,
-        "ops": ops, "own_ops": list(table.found.specs), "states": states,
+        "ops": ops,
+        "own_ops": list(table.found.specs),
+        "states": states,
         "declared": {op: _declared(target, op) for op in ops if states[op] is None},
         "waivers": _waivers(manifest.waivers) if manifest and manifest.waivers else [],
         "distribution": entry.distribution if entry else "",
-    }  # fmt: skip
+    }
     return about, Hands(target, Memory.of_file(order["memory"], order["size"]))
 
 

@@ -16,11 +16,16 @@ def agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any
     rows = []
     for s, h in zip(stock.get("logits", []), ours.get("logits", []), strict=False):
         same = sum(1 for _ in _while_equal(s["tokens"], h["tokens"]))
-        rows.append({
-            "length": s["length"], "hal_to_stock": far(s["alone"], h["alone"]),
-            "hal_to_stock_batched": far(s["batched"], h["batched"]), "stock_to_itself": far(s["alone"], s["batched"]),
-            "in_both_top_20": len(s["alone"].keys() & h["alone"].keys()), "equal_greedy_tokens": same,
-        })  # fmt: skip
+        rows.append(
+            {
+                "length": s["length"],
+                "hal_to_stock": far(s["alone"], h["alone"]),
+                "hal_to_stock_batched": far(s["batched"], h["batched"]),
+                "stock_to_itself": far(s["alone"], s["batched"]),
+                "in_both_top_20": len(s["alone"].keys() & h["alone"].keys()),
+                "equal_greedy_tokens": same,
+            }
+        )
     return rows
 
 

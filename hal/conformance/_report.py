@@ -34,8 +34,14 @@ CAN_NOT_SHOW = (
 )
 SHOWN = 12
 """Kinds of failures that the terminal shows."""
-MARKS = {PASSED: "ok", FAILED: "FAILED", REFUSED: "refused", NOT_APPLICABLE: "n/a", NOT_RUN: "not run",
-         SIMULATED: "simulated"}  # fmt: skip
+MARKS = {
+    PASSED: "ok",
+    FAILED: "FAILED",
+    REFUSED: "refused",
+    NOT_APPLICABLE: "n/a",
+    NOT_RUN: "not run",
+    SIMULATED: "simulated",
+}
 
 
 def verdict(

@@ -19,10 +19,26 @@ HAL = Path(__file__).parent.parent
 NOT_JUDGED = ("bench", "cli.py", "conformance", "demo", "engines", "__main__.py", "backends")
 """Of hal: the suite, which has a hash of its own, what no op runs, and the backends, of which one is judged."""
 SUITE = ("conformance", "_remote", "ops", "kv", "_errors.py", "_host.py", "_memory.py")
-SUFFIXES = frozenset({
-    ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".ptx", ".cubin", ".py", ".pyd", ".pyx", ".so", ".dll",
-    ".dylib",
-})  # fmt: skip
+SUFFIXES = frozenset(
+    {
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".h",
+        ".hpp",
+        ".json",
+        ".ptx",
+        ".cubin",
+        ".py",
+        ".pyd",
+        ".pyx",
+        ".so",
+        ".dll",
+        ".dylib",
+    }
+)
 
 
 def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:

@@ -142,9 +142,14 @@ class Executor:
             if rest.endswith("cpu-slots") or arguments.get("method") == "direct" or where == "host-to-host":
                 host |= {"src_slots": "host", "dst_slots": "host"}
         return place(
-            arguments, Room(self.caller.arena, side=side), poison=poison, outputs=self.outputs, shift=shift, where=host,
+            arguments,
+            Room(self.caller.arena, side=side),
+            poison=poison,
+            outputs=self.outputs,
+            shift=shift,
+            where=host,
             apart=self.written,
-        )  # fmt: skip
+        )
 
     def do(self, kind: str, *placed: Placed, **options: Any) -> Mapping[str, Any]:
         """What the backend's process says of a task."""

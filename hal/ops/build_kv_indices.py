@@ -105,9 +105,14 @@ def write_sums(length: Tensor, kv_indptr: Tensor, capacity: int) -> None:
 
 
 def _check_sizes(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Any, given_indptr: Tensor | None,
-) -> None:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Any,
+    given_indptr: Tensor | None,
+) -> None:
     if (kv_indptr is None) == (given_indptr is None):
         both = "neither" if kv_indptr is None else "both"
         raise ArgumentError("build_kv_indices", "given_indptr", "kv_indptr, or given_indptr in its place", both)

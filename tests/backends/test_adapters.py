@@ -64,18 +64,16 @@ class Planned:
 
     def planned(
         self,
-        qo_indptr: Tensor,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        heads: tuple[int, int, int],
+        lists: tuple[Tensor, ...],
+        heads: tuple[int, ...],
         page_size: int,
-        causal: bool,
-        window_left: int,
-        q_data_type: Any,
-        kv_data_type: Any,
+        seen: tuple[bool, int],
+        dtypes: tuple[Any, Any],
         sm_scale: float | None,
     ) -> None:
+        """`lists`: offsets of queries and of pages, pages, lengths of the last; `seen`: causal, window_left."""
+        (qo_indptr, indptr, indices, last_page_len), (causal, window_left) = lists, seen
+        q_data_type, kv_data_type = dtypes
         assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
         for offsets, end in ((qo_indptr, qo_indptr[-1]), (indptr, indices.shape[0])):
             assert offsets[0] == 0
@@ -165,20 +163,9 @@ class DecodeWrapper(Planned):
         sm_scale: float | None = None,
     ) -> None:
         assert not self.exact or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
-        each = torch.arange(indptr.shape[0], dtype=torch.int32)
-        self.planned(
-            each,
-            indptr,
-            indices,
-            last_page_len,
-            (num_qo_heads, num_kv_heads, head_dim),
-            page_size,
-            False,
-            window_left,
-            q_data_type,
-            kv_data_type,
-            sm_scale,
-        )
+        each, heads = torch.arange(indptr.shape[0], dtype=torch.int32), (num_qo_heads, num_kv_heads, head_dim)
+        lists, dtypes = (each, indptr, indices, last_page_len), (q_data_type, kv_data_type)
+        self.planned(lists, heads, page_size, (False, window_left), dtypes, sm_scale)
 
 
 class PrefillWrapper(Planned):
@@ -206,19 +193,9 @@ class PrefillWrapper(Planned):
         kv_data_type: Any = None,
     ) -> None:
         assert qo_indptr.shape[0] <= 32768 + 1
-        self.planned(
-            qo_indptr,
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            (num_qo_heads, num_kv_heads, head_dim_qk),
-            page_size,
-            causal,
-            window_left,
-            q_data_type,
-            kv_data_type,
-            sm_scale,
-        )
+        lists = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        heads, dtypes = (num_qo_heads, num_kv_heads, head_dim_qk), (q_data_type, kv_data_type)
+        self.planned(lists, heads, page_size, (causal, window_left), dtypes, sm_scale)
 
 
 def seen_of(begin: int, stop: int, keys: int, causal: bool, window: int) -> Iterator[tuple[int, int, int]]:

@@ -20,15 +20,20 @@ class Case:
     flops: Callable[[dict[str, Any]], int] = lambda a: 0
 
 
-LISTS = (
-    "get_last_loc", "assign_extend_cache_locs", "write_req_to_token", "compute_positions", "build_kv_indices",
-    "build_kv_indices_from_blocks", "build_page_table", "alloc_extend", "alloc_decode", "kv_move", "kv_transfer",
-)  # fmt: skip
+LISTS = tuple(
+    """
+    get_last_loc assign_extend_cache_locs write_req_to_token compute_positions build_kv_indices
+    build_kv_indices_from_blocks build_page_table alloc_extend alloc_decode kv_move kv_transfer
+    """.split()
+)
 _LISTED = {
-    "build_kv_indices_from_blocks": "bs64-i32-page128", "build_page_table": "bs64-i32-page64",
-    "alloc_extend": "bs64-i64-page128", "alloc_decode": "bs256-i64", "kv_move": "mha-8x128-layer_first-page1",
+    "build_kv_indices_from_blocks": "bs64-i32-page128",
+    "build_page_table": "bs64-i32-page64",
+    "alloc_extend": "bs64-i64-page128",
+    "alloc_decode": "bs256-i64",
+    "kv_move": "mha-8x128-layer_first-page1",
     "kv_transfer": "mha-8x128-layer_first-page_first-page16",
-}  # fmt: skip
+}
 HEADS = {"llama-3-8b": (32, 8, 128), "qwen3-30b-a3b": (32, 4, 128)}
 MLA = {"deepseek-128-heads": 128, "deepseek-16-heads": 16}
 PAGE = 128

@@ -135,5 +135,9 @@ def memory(run: Run) -> None:
 
 
 PROOFS: dict[str, Callable[[Run], None]] = {
-    "stream": stream, "sync": sync, "graph": graph, "overlap": overlap, "memory": memory,
-}  # fmt: skip
+    "stream": stream,
+    "sync": sync,
+    "graph": graph,
+    "overlap": overlap,
+    "memory": memory,
+}

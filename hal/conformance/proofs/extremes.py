@@ -151,9 +151,15 @@ def backwards(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def three(
-    run: Run, base: Mapping[str, Any], names: tuple[str, str], dtype: torch.dtype, at: int, pair: tuple[int, int],
-    other: tuple[int, int], turn: int,
-) -> dict[str, Any]:  # fmt: skip
+    run: Run,
+    base: Mapping[str, Any],
+    names: tuple[str, str],
+    dtype: torch.dtype,
+    at: int,
+    pair: tuple[int, int],
+    other: tuple[int, int],
+    turn: int,
+) -> dict[str, Any]:
     """Arguments of a batch of three with `pair` in place `at`, and `other` in the last."""
     made = sized(run, base, SIZE, seed=turn)
     a, b = names

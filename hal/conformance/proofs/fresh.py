@@ -64,8 +64,10 @@ def plan(specs: Mapping[str, OpSpec], lane: str) -> dict[str, Any]:
         "reach": {
             op: {name: reach(s, name, lane) for name in s.fresh.wide} for op, s in specs.items() if s.fresh is not None
         },
-        "elements_of_pairs": MOST[kind], "pairs": "all" if kind == "device" else PAIRS_OF[kind], "mixed": MIXES[kind],
-    }  # fmt: skip
+        "elements_of_pairs": MOST[kind],
+        "pairs": "all" if kind == "device" else PAIRS_OF[kind],
+        "mixed": MIXES[kind],
+    }
 
 
 def is_range(r: Any) -> bool:

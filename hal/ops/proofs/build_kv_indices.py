@@ -128,8 +128,10 @@ PROOF = Proof(
         *(
             Sample(f"{i}-{n}-{p}-{o}-start-{s}", {"index": i, "lens": n, "indptr": p, "out": o, "start": s})
             for i, n, p, o, s in (
-                ("i32", "i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64", "i64"),
-                ("i32", "i64", "i32", "i64", "i32"), ("i64", "i32", "i64", "i32", None),
+                ("i32", "i32", "i32", "i32", "i32"),
+                ("i64", "i64", "i64", "i64", "i64"),
+                ("i32", "i64", "i32", "i64", "i32"),
+                ("i64", "i32", "i64", "i32", None),
                 ("i64", "i64", "i32", "i32", None),
             )
         ),
@@ -147,21 +149,25 @@ PROOF = Proof(
         Sample("edge-no-start", {"bs": 40, "values": "edge", "slack": 100}),
         Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "start": "i64"}),
         Sample(
-            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99},
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99}
         ),
         *(
             Sample(f"given-{n}", {"given": "sums", "bs": 40, "index": i, "lens": i, "indptr": i, "out": i, **more})
             for n, i, more in (
-                ("i32", "i32", {}), ("i64", "i64", {"start": "i64"}), ("too-little-room", "i64", {"slack": -30}),
+                ("i32", "i32", {}),
+                ("i64", "i64", {"start": "i64"}),
+                ("too-little-room", "i64", {"slack": -30}),
                 ("long-row", "i32", {"bs": 3, "requests": 3, "width": 9000, "longest": 9000}),
-                ("many", "i64", {"bs": 600, "longest": 9}), ("no-rows", "i32", {"requests": 0}),
+                ("many", "i64", {"bs": 600, "longest": 9}),
+                ("no-rows", "i32", {"requests": 0}),
                 ("extreme-lengths", "i64", {"values": "extreme", "slack": 300, "start": "i64"}),
                 ("extreme-lengths-i32", "i32", {"values": "extreme", "slack": 99, "start": "i32"}),
             )
         ),
         *(
             Sample(f"given-{kind}-{i}", {"given": kind, "bs": 41, "lens": i, "indptr": i, "start": i, "slack": 100})
-            for kind in ("apart", "tight", "early", "extreme") for i in ("i32", "i64")
+            for kind in ("apart", "tight", "early", "extreme")
+            for i in ("i32", "i64")
         ),
         *(
             Sample(f"given-{n}", {"given": "falling", "bs": 41, **more}, control="given-i32")
@@ -185,10 +191,19 @@ PROOF = Proof(
         refused(make, bs=3, given="sums")("neither", given_indptr=None),
     ),
     ragged={
-        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
-        "index": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
-        "start": ("i32", "i64", None), "given": (None, "sums", "apart", "tight", "early"),
-        "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
+        "bs": (0, 300),
+        "requests": (1, 40),
+        "width": (1, 200),
+        "longest": (0, 200),
+        "slack": (-50, 50),
+        "index": ("i32", "i64"),
+        "lens": ("i32", "i64"),
+        "indptr": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "start": ("i32", "i64", None),
+        "given": (None, "sums", "apart", "tight", "early"),
+        "view": ("plain", "strided"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=FRESH,
-)  # fmt: skip
+)

@@ -189,7 +189,8 @@ PROOF = Proof(
         *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, _tag(a, b)) for a in _LAYOUTS for b in _LAYOUTS),
         *(
             Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, _tag(a, b))
-            for a in _LAYOUTS for b in _LAYOUTS
+            for a in _LAYOUTS
+            for b in _LAYOUTS
         ),
         *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, _tag(b)) for b in _LAYOUTS),
         *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, _tag(a)) for a in _LAYOUTS),
@@ -222,8 +223,17 @@ PROOF = Proof(
             Sample(
                 f"megabytes-{a}-to-{b}",
                 {
-                    "src": a, "dst": b, "order": "pages", "num_layers": 32, "heads": 8, "head_dim": 128,
-                    "n": 80, "src_page": 16, "dst_page": 16, "src_slots": 96, "dst_slots": 96,
+                    "src": a,
+                    "dst": b,
+                    "order": "pages",
+                    "num_layers": 32,
+                    "heads": 8,
+                    "head_dim": 128,
+                    "n": 80,
+                    "src_page": 16,
+                    "dst_page": 16,
+                    "src_slots": 96,
+                    "dst_slots": 96,
                 },
                 _tag(a, b),
             )
@@ -249,19 +259,32 @@ PROOF = Proof(
         _bad("unknown-method", method="fast"),
     ),
     ragged={
-        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": _LAYOUTS, "dst": _LAYOUTS,
-        "src_page": [1, 3, 16], "dst_page": [1, 3, 16], "src_slots": (48, 48), "dst_slots": (96, 96),
-        "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
-        "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
+        "n": (0, 60),
+        "num_layers": (1, 4),
+        "heads": (1, 3),
+        "head_dim": [8, 16, 24],
+        "src": _LAYOUTS,
+        "dst": _LAYOUTS,
+        "src_page": [1, 3, 16],
+        "dst_page": [1, 3, 16],
+        "src_slots": (48, 48),
+        "dst_slots": (96, 96),
+        "slot": ["i32", "i64"],
+        "dtype": ["bf16", "e4m3", "fp32"],
+        "mla": [False, True],
+        "order": ("random", "runs", "pages"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(
         {
             "n": Wide(PAIRS, {**_FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
             "src_slots": Wide(SLOTS, {**_FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
             "dst_slots": Wide(SLOTS, {**_FEW, "n": MANY, "src_slots": 4_800}, PAGES),
-            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]),
+            "num_layers": Wide(HEADS),
+            "heads": Wide(HEADS),
+            "head_dim": Wide([512, 1024]),
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
         {"n": (9, 40), "src": _LAYOUTS[:3], "dst": _LAYOUTS[:3]},
     ),
-)  # fmt: skip
+)

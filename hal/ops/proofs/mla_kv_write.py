@@ -161,7 +161,8 @@ PROOF = Proof(
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
         *FP8_SAMPLES,
         Sample(
-            "e4m3-deepseek", {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
+            "e4m3-deepseek",
+            {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
             "feature:fp8_e4m3",
         ),
     ),
@@ -184,9 +185,17 @@ PROOF = Proof(
         _bad_fp8("scale-zero", kv_scale=0.0),
     ),
     ragged={
-        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": DTYPES, "slot": ("i32", "i64"),
-        "cache": FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
-        "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
+        "n": (0, 80),
+        "lora_dim": [64, 128],
+        "rope_dim": [32, 64],
+        "dtype": DTYPES,
+        "slot": ("i32", "i64"),
+        "cache": FORMS,
+        "page_size": [1, 3, 16],
+        "slots": (96, 96),
+        "cache_view": ("plain", "padded"),
+        "rows": ("separate", "fused", "misaligned", "heads"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(FRESH_ROWS, lambda p: (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"]), {"n": (9, 40)}),
-)  # fmt: skip
+)
