@@ -124,9 +124,15 @@ def cases() -> Iterator[Case]:
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
             heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
             yield of(
-                "extend_attention", f"{name}-{dtype}-page{page}", _keys, _attended, 3.0, **extend, **heads,
+                "extend_attention",
+                f"{name}-{dtype}-page{page}",
+                _keys,
+                _attended,
+                3.0,
+                **extend,
+                **heads,
                 page_size=page,
-            )  # fmt: skip
+            )
     # One token a tile, of the widest heads; of MLA a tile for every four heads, and k again as v.
     heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "sliding_window": 8, "bs": 1, "longest": 4, "prefix": 4}
     widest = {**extend, **heads, "q_heads": 1, "head_dim": 2048}

@@ -22,10 +22,12 @@ from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "bs", "n", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
-    "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
-)  # fmt: skip
+INTS = tuple(
+    """
+    bs n nnz num_slots page window q_token q_head kc_page kc_token kc_head vc_page vc_token vc_head o_token o_head
+    l_token
+    """.split()
+)
 
 
 @triton.jit
@@ -68,11 +70,7 @@ def _put(
             tl.store(to + i * token_step + few * head_step + column, one, mask=(few < these) & (column < DIM))
 
 
-@launch.jit(
-    do_not_specialize=(
-        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "indices", "out", "lse", "scale", "cap", *INTS
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize=(*"q k_cache v_cache qo_indptr kv_indptr indices out lse scale cap".split(), *INTS))
 @shared_writes("out", "lse")  # a row of several requests gets the result of one of them
 def _extend_attention(
     q, k_cache, v_cache, qo_indptr, kv_indptr, indices, out, lse, scale, cap,
@@ -157,11 +155,22 @@ def _extend_attention(
 
 
 def extend_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor | None = None, lse: Tensor | None = None, *,
-    scale: float, causal: bool = True, sliding_window: int = -1, logit_cap: float = 0.0,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
     """The contract is `hal.ops.extend_attention`'s; no fp8 cache, so no scale is read."""
     n, q_heads, _head_dim = q.shape
     kv_heads, v_dim = v_cache.shape[-2:]

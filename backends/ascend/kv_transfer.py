@@ -23,10 +23,11 @@ from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "n", "src_size", "dst_size", "src_page", "dst_page", "layers",
-    "s_page", "s_token", "s_layer", "s_chunk", "d_page", "d_token", "d_layer", "d_chunk",
-)  # fmt: skip
+INTS = tuple(
+    """
+    n src_size dst_size src_page dst_page layers s_page s_token s_layer s_chunk d_page d_token d_layer d_chunk
+    """.split()
+)
 
 
 @launch.jit(do_not_specialize=("src", "dst", "src_slots", "dst_slots", *INTS))
@@ -115,11 +116,22 @@ def _move(
         sizes = [sizes[packed == "src"]] * 2
     _move_rows(
         (min(n, vector_cores(src.device)),),
-        a.view(word), b.view(word), src_slots, dst_slots, n, *sizes,
-        src.page_size, dst.page_size, layers,
+        a.view(word),
+        b.view(word),
+        src_slots,
+        dst_slots,
+        n,
+        *sizes,
+        src.page_size,
+        dst.page_size,
+        layers,
         *(step // word.itemsize for step in (*x.steps(chunks), *y.steps(chunks))),
-        CHUNKS=chunks, WORDS=words, LAYER_TILE=rows, TILE=tile, PACKED=packed,
-    )  # fmt: skip
+        CHUNKS=chunks,
+        WORDS=words,
+        LAYER_TILE=rows,
+        TILE=tile,
+        PACKED=packed,
+    )
 
 
 def through(

@@ -19,10 +19,11 @@ from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "n", "num_slots", "page", "k_token", "k_head", "v_token", "v_head",
-    "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head",
-)  # fmt: skip
+INTS = tuple(
+    """
+    n num_slots page k_token k_head v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head
+    """.split()
+)
 
 
 @launch.jit(do_not_specialize=("k", "v", "k_cache", "v_cache", "slots", *INTS))
@@ -52,9 +53,15 @@ def _kv_write(
 
 
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
     """The contract is `hal.ops.kv_write`'s; no fp8 cache, so no scale is read."""
     n, heads, head_dim = k.shape
     v_dim = v.shape[2]

@@ -196,9 +196,7 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         line = ir.VectorType(I64, LINE // 8).as_pointer()
-        put = b.store(
-            b.load(b.bitcast(args[1], line), align=1), b.bitcast(args[0], line), align=LINE
-        )  # fmt: skip
+        put = b.store(b.load(b.bitcast(args[1], line), align=1), b.bitcast(args[0], line), align=LINE)
         put.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
 
     return types.void(dst, src), codegen

@@ -63,7 +63,15 @@ def alloc_extend(
     need_cpu("alloc_extend", prefix_lens, seq_lens, last_loc, free_pages, out)
     total = torch.empty(1, dtype=torch.int64, device="cpu")
     kernel()(
-        prefix_lens.shape[0], *index(prefix_lens), *index(seq_lens), *index(last_loc), *index(free_pages),
-        free_pages.shape[0], page_size, *index(out), out.shape[0], total.data_ptr(),
-    )  # fmt: skip
+        prefix_lens.shape[0],
+        *index(prefix_lens),
+        *index(seq_lens),
+        *index(last_loc),
+        *index(free_pages),
+        free_pages.shape[0],
+        page_size,
+        *index(out),
+        out.shape[0],
+        total.data_ptr(),
+    )
     return total

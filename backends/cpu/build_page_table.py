@@ -39,7 +39,16 @@ def build_page_table(
     need_cpu("build_page_table", req_to_token, req_pool_indices, kv_lens, out)
     rows, width = req_to_token.shape
     kernel()(
-        kv_lens.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0), *index(req_pool_indices),
-        *index(kv_lens), page_size, *index(out), out.shape[1], out.stride(0),
-    )  # fmt: skip
+        kv_lens.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        *index(req_pool_indices),
+        *index(kv_lens),
+        page_size,
+        *index(out),
+        out.shape[1],
+        out.stride(0),
+    )
     return out

@@ -125,11 +125,7 @@ def _place(
                 _copy(table, row_i, known_i, start_i, v, v < length_i, out, begin_i, width)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts", "each",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests starts ends out bs rows width stride size parts each".split())
 def assign_many_kernel(
     table, requests, starts, ends, out,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32, each: tl.int32,
@@ -224,9 +220,12 @@ def warm(device: torch.device, args: dict[str, Any] | None) -> None:
     """All of them: for few requests, for some more, and for many."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     given = args or {
-        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
-        "end_offsets": zero, "out": zero,
-    }  # fmt: skip
+        "req_to_token": zero.int()[None],
+        "req_pool_indices": zero,
+        "start_offsets": zero,
+        "end_offsets": zero,
+        "out": zero,
+    }
     for bs in (1, *(few + 1 for few in FEW)):
         requests, starts, ends = (
             torch.zeros(bs, dtype=given[n].dtype, device=device)

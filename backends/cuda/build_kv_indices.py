@@ -40,11 +40,7 @@ def _reach(indptr, j, bs, size):
     return tl.minimum(tl.maximum(tl.load(indptr + j, j <= bs, other=0).to(tl.int64), -2147483648), size)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests lens indptr out starts bs rows width stride size log".split())
 def kv_indices_kernel(
     table, requests, lens, indptr, out, starts,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, log: tl.int32,
@@ -123,9 +119,15 @@ _sums: _Sums = launch.keeps(_Sums())
 
 
 def build_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Tensor | None = None, *, given_indptr: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    given_indptr: Tensor | None = None,
+) -> Tensor:
     bs, size = kv_lens.numel(), out.numel()
     rows, width = req_to_token.shape
     device = out.get_device()
@@ -141,7 +143,18 @@ def build_kv_indices(
     # Without sums no more parts than run at once: each adds up the lengths anew.
     log = min(-(-size // chunk) or 1, most // programs or 1).bit_length() - 1
     _launches[device, given, chunk, warps].start(
-        (programs << log, 1, 1), req_to_token, req_pool_indices, kv_lens, given_indptr, out, kv_start,
-        bs, rows, width, req_to_token.stride(0), size, log,
-    )  # fmt: skip
+        (programs << log, 1, 1),
+        req_to_token,
+        req_pool_indices,
+        kv_lens,
+        given_indptr,
+        out,
+        kv_start,
+        bs,
+        rows,
+        width,
+        req_to_token.stride(0),
+        size,
+        log,
+    )
     return out

@@ -15,11 +15,7 @@ from hal.triton import launch
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "lens", "indptr", "out", "starts", "bs", "columns", "stride", "size", "keep", "each", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table lens indptr out starts bs columns stride size keep each log".split())
 def kv_indices_from_blocks_kernel(
     table, lens, indptr, out, starts,
     bs: tl.int64, columns: tl.int64, stride: tl.int64, size: tl.int64, keep: tl.int64, each: tl.int32, log: tl.int32,
@@ -70,16 +66,33 @@ _launches = Launches(kv_indices_from_blocks_kernel, TILES, "PAGE", "WIDE")
 
 
 def build_kv_indices_from_blocks(
-    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor,
-    kv_start: Tensor | None = None, *, keep_last: int = -1,
-) -> Tensor:  # fmt: skip
+    block_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    keep_last: int = -1,
+) -> Tensor:
     bs, size = kv_lens.numel(), out.numel()
     device = out.get_device()
     keep = 2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1)
     # No more work than the last tokens: a buffer made for whole rows must not be split as finely as they.
     programs, group, each, log = grid(bs, min(size, bs * keep), device, TILES)
     _launches[device, page_size, out.dtype is int64, group].start(
-        programs, block_table, kv_lens, kv_indptr, out, kv_start,
-        bs, block_table.shape[1], block_table.stride(0), size, keep, each, log,
-    )  # fmt: skip
+        programs,
+        block_table,
+        kv_lens,
+        kv_indptr,
+        out,
+        kv_start,
+        bs,
+        block_table.shape[1],
+        block_table.stride(0),
+        size,
+        keep,
+        each,
+        log,
+    )
     return out

@@ -14,11 +14,7 @@ from hal.triton import launch
 BLOCK = 256
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "lens", "out", "rows", "width", "stride", "columns", "out_stride", "pieces",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests lens out rows width stride columns out_stride pieces".split())
 def page_table_kernel(
     table, requests, lens, out, rows: tl.int64, width: tl.int64, stride: tl.int64, columns: tl.int64,
     out_stride: tl.int64, pieces: tl.int32,
@@ -57,7 +53,16 @@ def build_page_table(
         rows, width = req_to_token.shape
         pieces = -(-columns // BLOCK)
         _launches[out.get_device(), page_size].start(
-            (bs * pieces, 1, 1), req_to_token, req_pool_indices, kv_lens, out,
-            rows, width, req_to_token.stride(0), columns, out.stride(0), pieces,
-        )  # fmt: skip
+            (bs * pieces, 1, 1),
+            req_to_token,
+            req_pool_indices,
+            kv_lens,
+            out,
+            rows,
+            width,
+            req_to_token.stride(0),
+            columns,
+            out.stride(0),
+            pieces,
+        )
     return out

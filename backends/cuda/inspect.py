@@ -180,9 +180,16 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
             cubin = compiled.asm["cubin"]
             registers, spills, shared = resources(cubin)
             yield Row(
-                name, sample.name, call[0].kernel.name, arch, registers, spills, shared,
-                widest_load(sass(cubin)), call[0].static,
-            )  # fmt: skip
+                name,
+                sample.name,
+                call[0].kernel.name,
+                arch,
+                registers,
+                spills,
+                shared,
+                widest_load(sass(cubin)),
+                call[0].static,
+            )
 
 
 def inspect(kernel: str | None = None, jobs: int | None = None, arches: Sequence[int] = ARCHES) -> list[dict[str, Any]]:
@@ -210,12 +217,18 @@ def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) ->
     rows.sort(key=lambda r: (names.index(r.op), r.arch))
     return [
         {
-            "op": r.op, "case": r.case, "kernel": r.kernel, "arch": f"sm_{r.arch}", "registers": r.registers,
-            "spills": r.spills, "shared": r.shared, "widest_load": r.widest,
+            "op": r.op,
+            "case": r.case,
+            "kernel": r.kernel,
+            "arch": f"sm_{r.arch}",
+            "registers": r.registers,
+            "spills": r.spills,
+            "shared": r.shared,
+            "widest_load": r.widest,
             "verdict": "ok" if r.spills == 0 else f"spills {r.spills} bytes",
         }
         for r in rows
-    ]  # fmt: skip
+    ]
 
 
 def _pool(jobs: int | None) -> ProcessPoolExecutor:

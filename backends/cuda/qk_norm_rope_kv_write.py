@@ -62,11 +62,11 @@ def _turned(
 
 
 @launch.jit(
-    do_not_specialize=(
-        "positions", "slots", "k_scale", "v_scale", "eps", "q_token", "q_head", "k_token", "k_head", "v_token",
-        "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots", "n",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    positions slots k_scale v_scale eps q_token q_head k_token k_head v_token v_head kc_page kc_token
+    kc_head vc_page vc_token vc_head max_positions num_slots n
+    """.split()
+)
 def qk_norm_rope_kv_write_kernel(
     q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots, k_scale, v_scale, eps,
     q_token: tl.int64, q_head: tl.int64, k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
@@ -138,8 +138,8 @@ def _plans(
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
     v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     run = qk_norm_rope_kv_write_kernel.bind(
-        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static,
-    )  # fmt: skip
+        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static
+    )
     args = (
         "q", "k", v_, "q_weight", "k_weight", "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", "eps",
         *units, length("cos_sin_cache"), num_slots, length("q"),

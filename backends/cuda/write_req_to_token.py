@@ -14,11 +14,7 @@ from hal.triton import launch
 TILES = {1: Tile(128, 256, 2), MANY: Tile(64, 256, 4)}
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "src", "bs", "rows", "width", "stride", "size", "each", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests starts ends src bs rows width stride size each log".split())
 def write_kernel(
     table, requests, starts, ends, src,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
@@ -63,6 +59,17 @@ def write_req_to_token(
     device = src.get_device()
     programs, group, each, log = grid(bs, size, device, TILES)
     _launches[device, group].start(
-        programs, req_to_token, req_pool_indices, start_offsets, end_offsets, src,
-        bs, rows, width, req_to_token.stride(0), size, each, log,
-    )  # fmt: skip
+        programs,
+        req_to_token,
+        req_pool_indices,
+        start_offsets,
+        end_offsets,
+        src,
+        bs,
+        rows,
+        width,
+        req_to_token.stride(0),
+        size,
+        each,
+        log,
+    )
