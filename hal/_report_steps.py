@@ -182,7 +182,7 @@ def _checks(torch: Any, module: Any, kind: str) -> dict[str, Callable[[], str]]:
         module.current_stream().wait_event(done)
         return right(there.add(1), host + 2)
 
-    def elapsed() -> str:
+    def time_elapsed() -> str:
         first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
         first.record()
         host.to(kind).add_(1)
@@ -210,7 +210,7 @@ def _checks(torch: Any, module: Any, kind: str) -> dict[str, Callable[[], str]]:
     return {
         "a copy there and back": lambda: right(host.to(kind)),
         "a side stream": side_stream,
-        "timed events": elapsed,
+        "timed events": time_elapsed,
         "pinned copies": pinned,
         "batched copies": batched,
     }

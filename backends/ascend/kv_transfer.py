@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hal._errors import HalError
 from hal.backends.ascend import _runtime
-from hal.backends.ascend._device import TILE_BYTES, captured, current, pow2, slots_on, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, current, is_capturing, pow2, slots_on, vector_cores
 from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
 from hal.triton import launch
@@ -69,7 +69,7 @@ def kv_transfer(
     if not todo or src_slots.shape[0] == 0 or not src.num_slots or not dst.num_slots:
         return
     there = dst.device if src.device.type == "cpu" else src.device
-    if src_slots.device.type == "cpu" and captured(there):
+    if src_slots.device.type == "cpu" and is_capturing(there):
         raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
     if src.device != dst.device or method == "direct":
         with current(there):

@@ -79,7 +79,7 @@ class Pointer(types.Type):  # type: ignore[misc]
 POINTER = {kind: Pointer(kind) for kind in FORMATS}
 
 
-def typed(words: list[str]) -> list[Any]:
+def types_of(words: list[str]) -> list[Any]:
     """The types that words name: ``int``, ``float``, ``bool``, and formats for pointers."""
     scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
     return [scalars.get(w) or POINTER[w] for w in words]

@@ -14,7 +14,7 @@ from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
-from hal.backends.cpu.rope_kv_write import _copy, _scaled
+from hal.backends.cpu.rope_kv_write import _copy, _scale_row
 from hal.kv.view import count_slots, page_size
 
 
@@ -24,7 +24,7 @@ def _write(x, x_head, cache, at, c_head, heads, dim, kind, scale):  # type: igno
         _copy(x, x_head, cache, at, c_head, heads, dim)
     else:
         for h in range(heads):
-            _scaled(shift(x, h * x_head), cache, at + h * c_head, dim, kind, scale)
+            _scale_row(shift(x, h * x_head), cache, at + h * c_head, dim, kind, scale)
 
 
 def _kernel(  # type: ignore[no-untyped-def]

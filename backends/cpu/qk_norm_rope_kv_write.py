@@ -23,7 +23,7 @@ from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
-from hal.backends.cpu.rope_kv_write import LANES, NONE, _copy, _rotate, _scaled, _widen
+from hal.backends.cpu.rope_kv_write import LANES, NONE, _copy, _rotate, _scale_row, _widen
 from hal.kv.view import count_slots, page_size
 
 
@@ -54,7 +54,7 @@ def _squares(typingctx: Any, x: Any, n: Any) -> Any:
 
 
 @inline
-def _normed(x, weight, y, n, eps):  # type: ignore[no-untyped-def]
+def _normalise(x, weight, y, n, eps):  # type: ignore[no-untyped-def]
     """The fp32 row y = the head x, normalised."""
     whole = n - n % LANES
     total = _squares(x, whole)
@@ -93,7 +93,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             sin = shift(cos, half)
             for h in range(q_heads):
                 x = shift(q, t * q_token + h * q_head)
-                _normed(x, q_w, wide, dim, eps)
+                _normalise(x, q_w, wide, dim, eps)
                 _rotate(wide, x, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(x, rotary), dim - rotary)
             slot = -1
@@ -107,7 +107,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             at = slot // page * kc_page + slot % page * kc_token
             for h in range(kv_heads):
                 x = shift(kt, h * k_head)
-                _normed(x, k_w, wide, dim, eps)
+                _normalise(x, k_w, wide, dim, eps)
                 _rotate(wide, turned, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(turned, rotary), dim - rotary)
                 if write_k:
@@ -116,7 +116,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     if kc_kind == SAME:
                         _widen(turned, shift(cast(k_cache, k), at + h * kc_head), dim)
                     else:
-                        _scaled(turned, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
+                        _scale_row(turned, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
             if slot < 0:
                 continue
             vt = shift(v, t * v_token)
@@ -125,7 +125,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 _copy(vt, v_head, v_cache, at, vc_head, kv_heads, v_dim)
             else:
                 for h in range(kv_heads):
-                    _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
+                    _scale_row(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
         begin = take(counter, grain) if grain else n
     scratch[0] = 0.0  # its last use: numba frees an array right after that, whoever still holds its address
 

@@ -39,7 +39,7 @@ def _driver() -> tuple[Any, Any]:
     return one, batch
 
 
-def batched() -> bool:
+def can_batch() -> bool:
     """Whether this driver copies many runs in one call. For `hal info`."""
     return _driver()[1] is not None
 

@@ -206,10 +206,10 @@ def inspect(kernel: str | None = None, jobs: int | None = None, arches: Sequence
     """
     if kernel not in (None, *OPS):
         raise HalError(f"hal: inspect: no op {kernel!r}; there are: {', '.join(OPS)}")
-    return _inspected([o for o in OPS if kernel in (None, o)], jobs, arches)
+    return _inspect_kernels([o for o in OPS if kernel in (None, o)], jobs, arches)
 
 
-def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
+def _inspect_kernels(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
     # The longest first; rows come out by op and architecture all the same.
     work = sorted(((o, a) for o in names for a in arches), key=lambda w: "attention" not in w[0])
     with _pool(jobs or os.cpu_count()) as pool:
@@ -264,7 +264,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := [o for o in given.ops if o not in OPS]:
         parser.error(f"no op {unknown[0]!r}; there are: {', '.join(OPS)}")
-    rows = _inspected([o for o in OPS if not given.ops or o in given.ops], None, given.arch)
+    rows = _inspect_kernels([o for o in OPS if not given.ops or o in given.ops], None, given.arch)
     for r in rows:
         print("  ".join(str(v) for v in r.values()))
     bad = [r for r in rows if r["verdict"] != "ok"]

@@ -38,7 +38,7 @@ def _store_rest(
 
 
 @triton.jit
-def _turned(
+def _normalise_and_rotate(
     row, mask, weight, eps, cos_sin, position, known, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def qk_norm_rope_kv_write_kernel(
         position = tl.load(positions + token, there, other=-1).to(tl.int64)
         known = there & (position >= 0) & (position < max_positions)
         at = q + token * q_token + q_row % Q_HEADS * q_head
-        a, b, rest = _turned(
+        a, b, rest = _normalise_and_rotate(
             at, known, q_weight, eps, cos_sin, position, known, HEAD_DIM, ROTARY, HALF_PAD, INTERLEAVED
         )
         _store_pairs(at, a, b, known, eps, HALF, HALF_PAD, INTERLEAVED, 0, False)
@@ -108,7 +108,7 @@ def qk_norm_rope_kv_write_kernel(
         position = tl.load(positions + token, there, other=-1).to(tl.int64)
         known = there & (position >= 0) & (position < max_positions)
         at = k + token * k_token + head * k_head
-        a, b, rest = _turned(
+        a, b, rest = _normalise_and_rotate(
             at, known, k_weight, eps, cos_sin, position, known, HEAD_DIM, ROTARY, HALF_PAD, INTERLEAVED
         )
         if CACHE:

@@ -174,7 +174,7 @@ def status() -> dict[str, str]:
 
     told = {"launch": launch.status()}
     if torch.cuda.is_available():
-        told["batched copies"] = "yes" if _engine.batched() else "no: one call a run"
+        told["batched copies"] = "yes" if _engine.can_batch() else "no: one call a run"
         told["staging"] = f"{_staging.staged_bytes()} bytes of device memory"
     return told
 

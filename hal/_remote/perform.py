@@ -124,7 +124,7 @@ def call(hands: Hands, task: Task) -> Answer:
     own = code_of(bound.fn)
     foreign = {c: o for c, o in hands.foreign(op).items() if c is not own}
     standing = around(task.options.get("around"))
-    with watch(foreign, own, taker_of(bound.fn)) as seen, warnings.catch_warnings(), placed.guarded(), standing:
+    with watch(foreign, own, taker_of(bound.fn)) as seen, warnings.catch_warnings(), placed.guard_pages(), standing:
         warnings.simplefilter("error", FallbackWarning)
         try:
             if how == "bound":
@@ -142,11 +142,11 @@ def call(hands: Hands, task: Task) -> Answer:
         "ret": hands.returned(placed, ret),
         "others": sorted(seen - {"own"}),
         "own": own is None or "own" in seen,
-        **declared(bound),
+        **declarations(bound),
     }
 
 
-def declared(bound: Bound) -> Answer:
+def declarations(bound: Bound) -> Answer:
     return {"impl": bound.impl, "graph_safe": bound.graph_safe, "deterministic": bound.deterministic}
 
 

@@ -60,7 +60,7 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
         for point in _points.entry_points():
             if point.name == name and point.fault is None:
                 own |= dict(_package(point.value.partition(":")[0].partition(".")[0]))
-                own |= dict(_installed(point.dist))
+                own |= dict(_installed_files(point.dist))
     hashes = _hashes({**files, **own})
     return {"files": hashes, "sha256": _digest(hashes), "complete": bool(own)}
 
@@ -111,7 +111,7 @@ def _package(top: str, path: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
         yield from _under(Path(place), top)
 
 
-def _installed(dist: metadata.Distribution | None) -> Iterator[tuple[str, Path]]:
+def _installed_files(dist: metadata.Distribution | None) -> Iterator[tuple[str, Path]]:
     """The files that a distribution has installed; of an editable one there are none."""
     for file in (dist.files or []) if dist is not None and dist.name != DISTRIBUTION else []:
         path = Path(str(file.locate()))

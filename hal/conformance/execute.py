@@ -119,7 +119,7 @@ class Executor:
         like: str = "",
     ) -> None:
         """One call, judged; see `execute` and, for `like`, `call`."""
-        with self.caller.arena.borrowed():
+        with self.caller.arena.borrow():
             placed = self.place(arguments, poison, shift, where, side)
             ret = self.call(placed, how, like=like)
             try:
@@ -194,6 +194,6 @@ class Executor:
 def check_untouched(placed: Placed, otherwise: str) -> None:
     """Raises `Failure` where anything at all was written."""
     for block in placed.all():
-        changed = block.touched(None)
+        changed = block.changes(None)
         if changed is not None:
             raise Failure(f"{otherwise}: {changed}")

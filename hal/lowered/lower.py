@@ -258,7 +258,7 @@ def _compile(
         source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
         source.write_text(loops.apart(ttadapter))
         _opt(name, source, BUFFERIZE, buffers)
-        buffers.write_text(pins.pin(loops.ordered(buffers.read_text())))
+        buffers.write_text(pins.pin(loops.order_loops(buffers.read_text())))
         _opt(name, buffers, TO_LLVM, dialect)
         fresh = ir.context()
         ir.load_dialects(fresh)

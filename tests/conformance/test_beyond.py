@@ -180,7 +180,7 @@ def test_the_worker_draws_from_the_seed_it_is_given(tmp_path: Path, monkeypatch:
 def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
     run = Run(target_of(get_spec(op).reference, op), get_spec(op), Case(op, "soak", "all"))
     arguments = run.make(**run.busy[0].params)
-    with run.caller.arena.borrowed():
+    with run.caller.arena.borrow():
         copies = soak.ArgumentCopies(run, arguments, 3)
         assert 2 <= len(copies.placed) <= 3
         for placed in copies.placed:
@@ -190,7 +190,7 @@ def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
                     assert value.stride() == arguments[name].stride()
         copies.words.fill_(7)
         copies.restore()
-        assert all(b.touched(None) is None for placed in copies.placed for b in placed.all())
+        assert all(b.changes(None) is None for placed in copies.placed for b in placed.all())
 
 
 def test_a_guard_zone_is_looked_at_in_every_call() -> None:

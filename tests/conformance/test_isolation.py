@@ -364,7 +364,7 @@ def test_arguments_are_copied_to_a_device_and_back(monkeypatch: pytest.MonkeyPat
     there.pull(second.arguments)
     assert second.values["x"].tolist() == [20, 22, 24, 26, 28, 30]
     assert first.values["x"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert second.blocks["y"][0].touched(None) is None
+    assert second.blocks["y"][0].changes(None) is None
     for name, count in (("value", 2), ("later", 1), ("threads", 1)):
         cases = [c for c in cases_of(get_spec("rope_kv_write")) if c.proof == name][:count]
         for case in cases:

@@ -359,4 +359,4 @@ def test_a_matrix_has_the_ops_that_ran_and_cuts_no_name(monkeypatch: pytest.Monk
         assert heads == ["one", long, long + "_too"]
     assert sum(line == "" for line in narrow) == 2
     assert sum(line == "" for line in wide) == 1
-    assert _report._skipped(rows) == ["", "not run: 2 ops, 2 cases: x has none of these: left, out"]
+    assert _report._skip_lines(rows) == ["", "not run: 2 ops, 2 cases: x has none of these: left, out"]

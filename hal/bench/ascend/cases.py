@@ -60,19 +60,27 @@ def cases() -> Iterator[Case]:
     for name, (q_heads, kv_heads, head_dim) in HEADS.items():
         kv = {"kv_heads": kv_heads, "head_dim": head_dim}
         heads = {**kv, "q_heads": q_heads}
-        yield of("kv_write", f"{name}-256", _shapes._written, **tokens, **kv)
+        yield of("kv_write", f"{name}-256", _shapes._bytes_of_write, **tokens, **kv)
         yield of("rope_kv_write", f"{name}-256", _shapes._rope, **tokens, **heads)
         if "qwen" in name:
-            yield of("qk_norm_rope_kv_write", f"{name}-256", _shapes._normed, **tokens, **heads)
-        yield of("decode_attention", f"{name}-8x2048", _shapes._attended, flops_of, **_decode(8, 2048), **heads)
-        yield of("extend_attention", f"{name}-256+1792", _shapes._attended, flops_of, **_extend(256, 1792), **heads)
+            yield of("qk_norm_rope_kv_write", f"{name}-256", _shapes._bytes_of_norm_rope, **tokens, **heads)
+        yield of(
+            "decode_attention", f"{name}-8x2048", _shapes._bytes_of_attention, flops_of, **_decode(8, 2048), **heads
+        )
+        yield of(
+            "extend_attention", f"{name}-256+1792", _shapes._bytes_of_attention, flops_of, **_extend(256, 1792), **heads
+        )
     rows = {**tokens, "lora_dim": 512, "rope_dim": 64}
-    yield of("mla_kv_write", "deepseek-256", _shapes._joined, **rows)
+    yield of("mla_kv_write", "deepseek-256", _shapes._bytes_of_mla_write, **rows)
     for name, q_heads in MLA.items():
-        yield of("mla_rope_kv_write", f"{name}-256", _shapes._joined, **rows, q_heads=q_heads, interleaved=True)
+        yield of(
+            "mla_rope_kv_write", f"{name}-256", _shapes._bytes_of_mla_write, **rows, q_heads=q_heads, interleaved=True
+        )
         mla = {"q_heads": q_heads, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
-        yield of("decode_attention", f"{name}-8x2048", _shapes._attended, flops_of, **_decode(8, 2048), **mla)
-        yield of("extend_attention", f"{name}-64+1984", _shapes._attended, flops_of, **_extend(64, 1984), **mla)
+        yield of("decode_attention", f"{name}-8x2048", _shapes._bytes_of_attention, flops_of, **_decode(8, 2048), **mla)
+        yield of(
+            "extend_attention", f"{name}-64+1984", _shapes._bytes_of_attention, flops_of, **_extend(64, 1984), **mla
+        )
 
 
 def _decode(bs: int, context: int) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def fresh(run: Run) -> None:
                 refused = str(e)
                 continue
             except Failure as e:
-                raise Failure(f"beyond the samples, {what} wide ({shown(params)}): {e}") from None
+                raise Failure(f"beyond the samples, {what} wide ({show_params(params)}): {e}") from None
             if not names_nothing(wants):
                 break
         else:
@@ -158,5 +158,5 @@ def fresh(run: Run) -> None:
             raise TypeError(f"{run.op}: {what}: none of {TRIES} draws asks for anything")
 
 
-def shown(params: Mapping[str, Any]) -> str:
+def show_params(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v!r}" for k, v in params.items())

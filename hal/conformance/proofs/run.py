@@ -139,7 +139,7 @@ def run_case(
         why = run.caller.ready(case.op)
         if why is not None:
             raise Skip(NOT_RUN, why)
-        with run.caller.arena.borrowed():
+        with run.caller.arena.borrow():
             PROOFS[case.proof](run)
         result.reason = run.note
     except Skip as e:

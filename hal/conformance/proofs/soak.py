@@ -193,7 +193,7 @@ def later(run: Run, wait: Callable[[float], None] = time.sleep) -> None:
     wait(LATER)
     again = run.do("again", *(placed for _, placed, _ in kept))["calls"]
     for (name, placed, then), one in zip(kept, again, strict=True):
-        changed = [c for b in placed.all() if (c := b.touched(None)) is not None]
+        changed = [c for b in placed.all() if (c := b.changes(None)) is not None]
         now = Ret.of(one["ret"], placed).values
         if then is not None and (now is None or not torch.equal(_bytes(now), _bytes(then))):
             changed.append("return: other elements than when it was returned")

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range, slots_of
+from hal.kv.view import count_slots
+from hal.ops._torch import in_range
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
-from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, paired, randint, spaced
+from hal.ops.proofs.inputs import (
+    DTYPES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    floats,
+    make_pair,
+    odd_indices,
+    randint,
+    with_strides,
+)
 from hal.ops.proofs.judge import Candidate, Want, attention_slack
 from hal.ops.spec import FP8, Sample
 
@@ -25,7 +35,7 @@ class Truth:
     def __init__(self, a: Mapping[str, Any]) -> None:
         self.a = a
         slots = a["kv_indices"].to(torch.int64)
-        self.valid = in_range(slots, slots_of(a["k_cache"]))
+        self.valid = in_range(slots, count_slots(a["k_cache"]))
         scales = [1.0 if a[s] is None else float(_host.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
         self.k, self.v = (self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True))
         heads = a["q"].shape[1]
@@ -315,6 +325,6 @@ def _caches(
         k = _host.randn(*lead, dims[0], generator=g).to(dtype)
         return k, k[..., : dims[1]]
     if view == "pairs":
-        return paired(g, lead, dims, dtype)
+        return make_pair(g, lead, dims, dtype)
     k, v = (_host.randn(*lead, d, generator=g).to(dtype) for d in dims)
-    return spaced(k, view), spaced(v, view)
+    return with_strides(k, view), with_strides(v, view)

@@ -22,7 +22,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     lens = [extent(0, n)[1] for n in a["kv_lens"].tolist()]
     starts = [0] * len(lens) if a["kv_start"] is None else a["kv_start"].tolist()
     if a["given_indptr"] is not None:
-        return placed(a, lens, starts)
+        return place_lists(a, lens, starts)
     values: list[int] = []
     for r, start, n in zip(a["req_pool_indices"].tolist(), starts, lens, strict=True):
         stop = start + min(n, capacity - len(values))
@@ -30,7 +30,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return listing(values, lens, a)
 
 
-def placed(a: Mapping[str, Any], lens: list[int], starts: list[int]) -> dict[str, Want]:
+def place_lists(a: Mapping[str, Any], lens: list[int], starts: list[int]) -> dict[str, Want]:
     """Each list where ``given_indptr`` says; of an element that several claim, any."""
     table, out, indptr = a["req_to_token"], a["out"], a["given_indptr"].tolist()
     rows, capacity = table.shape[0], out.shape[0]
@@ -83,7 +83,7 @@ def make(
     given: str | None = None,
 ) -> dict[str, Any]:
     """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start.
-    `given`: how given_indptr is, of dtype `indptr`: see `_given`."""
+    `given`: how given_indptr is, of dtype `indptr`: see `_make_indptr`."""
     g = generator(seed)
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
     begin, length = spans(g, bs, width, longest, skew)
@@ -98,11 +98,11 @@ def make(
         "kv_indptr": sums if given is None else None,
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
         "kv_start": None if start is None else odd_indices(begin, width, values, INDEX_DTYPES[start], by=1),
-        "given_indptr": None if given is None else _given(given, kv_lens.tolist(), INDEX_DTYPES[indptr]),
+        "given_indptr": None if given is None else _make_indptr(given, kv_lens.tolist(), INDEX_DTYPES[indptr]),
     }
 
 
-def _given(kind: str, lens: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _make_indptr(kind: str, lens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """``sums`` of the lengths; ``apart``, 3 more each; ``tight``, 2 fewer; ``early``, the sums before `out` begins;
     ``falling``, from the last to the first; ``extreme``, ascending from the smallest number to the largest."""
     more = {"apart": 3, "tight": -2}.get(kind, 0)

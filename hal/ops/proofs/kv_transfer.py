@@ -11,7 +11,7 @@ from torch import Tensor
 from hal import _host
 from hal.kv.pool import KVPool
 from hal.ops._torch import BITS
-from hal.ops.kv_transfer import stacked
+from hal.ops.kv_transfer import stack_layers
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
@@ -49,7 +49,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     for x in ("k", "v"):
         if getattr(src, x) is None:
             continue
-        source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
+        source, target = stack_layers(getattr(src, x)), stack_layers(getattr(dst, x))
         bits = BITS[target.dtype.itemsize]
         named = _host.zeros(target.shape, dtype=torch.bool)
         value, candidates = _host.zeros(target.shape, dtype=bits), []

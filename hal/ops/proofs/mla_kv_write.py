@@ -21,14 +21,14 @@ from hal.ops.proofs.inputs import (
     odd_indices,
     randint,
     refused,
-    spaced,
+    with_strides,
 )
 from hal.ops.proofs.judge import Candidate, Want
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.spec import Proof, Sample
 
 
-def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
+def join_rows(cache: Tensor, lora: Want, rope: Want) -> Want:
     """What a cache of joint rows must hold, from what its parts must."""
 
     def whole(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     want = KV_WRITE.oracle(as_kv_write(a))
-    return {"kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"])}
+    return {"kv_cache": join_rows(a["kv_cache"], want["v_cache"], want["k_cache"])}
 
 
 def make_rows(
@@ -71,7 +71,7 @@ def make_cache(
     view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
     lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
     shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
-    return spaced(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
+    return with_strides(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
 
 
 def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:

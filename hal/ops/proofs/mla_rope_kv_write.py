@@ -17,7 +17,7 @@ from hal.ops.proofs.mla_kv_write import (
     DEEPSEEK,
     FORMS,
     FRESH_ROWS,
-    joined,
+    join_rows,
     make_cache,
     make_rows,
     make_scale,
@@ -35,7 +35,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return {
         "q_rope": want["q"],
         "k_rope": Want(k.named.view(shape), flat),
-        "kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"]),
+        "kv_cache": join_rows(a["kv_cache"], want["v_cache"], want["k_cache"]),
     }
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range, slots_of
+from hal.kv.view import count_slots
+from hal.ops._torch import in_range
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import (
     DTYPES,
@@ -17,11 +18,11 @@ from hal.ops.proofs.inputs import (
     INDEX_DTYPES,
     floats,
     generator,
+    make_pair,
     odd_indices,
-    paired,
     randint,
     refused,
-    spaced,
+    with_strides,
 )
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
 from hal.ops.rope_kv_write import rotate
@@ -81,7 +82,7 @@ def sum_terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def want_of_rows(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
     """What a cache must hold after ``cache[slots] = rows``: one candidate for each time a slot comes again."""
-    size = slots_of(cache)
+    size = count_slots(cache)
     flat = (size, *cache.shape[-2:])
     named = _host.zeros(flat, dtype=torch.bool)
     rounds: list[tuple[list[int], list[int]]] = []
@@ -191,8 +192,8 @@ def _caches(
 ) -> tuple[Tensor, Tensor]:
     fresh = [_host.randn(*lead, d, generator=g).clamp(-4, 4).to(dtype) for d in dims]
     if view == "pairs":
-        return paired(g, lead, dims, dtype)
-    return spaced(fresh[0], view), spaced(fresh[1], view)
+        return make_pair(g, lead, dims, dtype)
+    return with_strides(fresh[0], view), with_strides(fresh[1], view)
 
 
 _bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
