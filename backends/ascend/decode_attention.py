@@ -125,14 +125,16 @@ def decode_attention(
     group = q_heads // kv_heads
     # A cap takes the unified buffer beyond what is left to the compiler.
     tile = tiling(q, k_cache, v_cache, group, pieces=logit_cap <= 0)
+    strides_of_all = (*q.stride()[:2], *strides(k_cache), *strides(v_cache), *out.stride()[:2])
+    dims = {"KV_HEADS": kv_heads, "GROUP": group, "TILE": tile.rows, "CAP": logit_cap > 0, "LSE": lse is not None}
     _decode_attention(
         (min(tile.cores, bs * kv_heads * cdiv(group, tile.rows)),),
-        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
-        *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TILE=tile.rows, CAP=logit_cap > 0, LSE=lse is not None,
+        *(q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap)),
+        *(bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz)),
+        *(*strides_of_all, 0 if lse is None else lse.stride(0)),
+        **dims,
         **{"PIECES": False, **tile.static},
-    )  # fmt: skip
+    )
     return out
 
 

@@ -186,15 +186,18 @@ def extend_attention(
     # By pieces one token a tile, whose mask would not fit.
     heads = tile.rows if "PIECES" in tile.static else min(pow2(group), tile.rows)
     tokens = tile.rows // heads
+    strides_of_all = (*q.stride()[:2], *strides(k_cache), *strides(v_cache), *out.stride()[:2])
+    dims = {"KV_HEADS": kv_heads, "GROUP": group, "TOKENS": tokens, "HEADS": heads, "CAP": logit_cap > 0}
+    flags = {"CAUSAL": causal, "WINDOW": sliding_window >= 0, "LSE": lse is not None}
     _extend_attention(
         (min(tile.cores, (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
-        *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, CAP=logit_cap > 0, CAUSAL=causal,
-        WINDOW=sliding_window >= 0, LSE=lse is not None,
+        *(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap)),
+        *(bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz)),
+        *(*strides_of_all, 0 if lse is None else lse.stride(0)),
+        **dims,
+        **flags,
         **{"PIECES": False, **tile.static},
-    )  # fmt: skip
+    )
     return out
 
 

@@ -69,13 +69,10 @@ def kv_write(
     if n == 0 or num_slots == 0:
         return
     b_k, b_v = pow2(head_dim), pow2(v_dim)
-    _kv_write(
-        (min(n, vector_cores(k.device)),),
-        k, v, k_cache, v_cache, slots, n, num_slots, page, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *strides(k_cache), *strides(v_cache),
-        HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
-        TILE=max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v))),
-    )  # fmt: skip
+    sizes = (n, num_slots, page, *k.stride()[:2], *v.stride()[:2], *strides(k_cache), *strides(v_cache))
+    tile = max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v)))
+    static = {"HEADS": heads, "K_DIM": head_dim, "V_DIM": v_dim, "B_K": b_k, "B_V": b_v, "TILE": tile}
+    _kv_write((min(n, vector_cores(k.device)),), k, v, k_cache, v_cache, slots, *sizes, **static)
 
 
 def supports(sig: Any) -> str | None:

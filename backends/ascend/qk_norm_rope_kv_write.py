@@ -194,15 +194,13 @@ def qk_norm_rope_kv_write(
     # Twice what rope alone keeps, and pairs, which are taken apart and together, four times that: measured.
     wide = half_tile(half, interleaved)
     fit = max(1, TILE_BYTES // (64 if interleaved else 16) // max(wide, pow2(tail // 2)))
-    _qk_norm_rope_kv_write(
-        (min(n, vector_cores(q.device)),),
-        q, k, v if cached else None, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, float(eps),
-        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
-        *kc, *vc,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
-        Q_TILE=min(pow2(q_heads), fit), K_TILE=max(1, min(pow2(kv_heads), fit, TILE_BYTES // 4 // pow2(v_dim))),
-        B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim), PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
-    )  # fmt: skip
+    k_tile = max(1, min(pow2(kv_heads), fit, TILE_BYTES // 4 // pow2(v_dim)))
+    tensors = (q, k, v if cached else None, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots)
+    sizes = (n, max_positions, num_slots, page, *q.stride()[:2], *k.stride()[:2], v_token, v_head, *kc, *vc)
+    dims = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HALF": half, "TAIL": tail, "V_DIM": v_dim}
+    tiles = {"Q_TILE": min(pow2(q_heads), fit), "K_TILE": k_tile, "B_HALF": wide, "B_TAIL": pow2(tail)}
+    flags = {"B_V": pow2(v_dim), "PAIRS": interleaved, "CACHE": cached, "WRITE_K": write_k}
+    _qk_norm_rope_kv_write((min(n, vector_cores(q.device)),), *tensors, float(eps), *sizes, **dims, **tiles, **flags)
 
 
 def supports(sig: Any) -> str | None:

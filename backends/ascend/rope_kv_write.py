@@ -148,15 +148,12 @@ def rope_kv_write(
     half, tail = rotary // 2, head_dim - rotary
     wide = half_tile(half, interleaved)
     q_tile, k_tile = _tiles(q_heads, kv_heads, wide, max(tail, v_dim), interleaved)
-    _rope_kv_write(
-        (min(n, vector_cores(q.device)),),
-        q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots,
-        n, max_positions, num_slots, page, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_token, v_head,
-        *kc, *vc,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, TAIL=tail, V_DIM=v_dim,
-        Q_TILE=q_tile, K_TILE=k_tile, B_HALF=wide, B_TAIL=pow2(tail), B_V=pow2(v_dim),
-        PAIRS=interleaved, CACHE=cached, WRITE_K=write_k,
-    )  # fmt: skip
+    tensors = (q, k, v if cached else None, cos_sin_cache, positions, k_cache, v_cache, slots)
+    sizes = (n, max_positions, num_slots, page, *q.stride()[:2], *k.stride()[:2], v_token, v_head, *kc, *vc)
+    dims = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HALF": half, "TAIL": tail, "V_DIM": v_dim}
+    tiles = {"Q_TILE": q_tile, "K_TILE": k_tile, "B_HALF": wide, "B_TAIL": pow2(tail), "B_V": pow2(v_dim)}
+    flags = {"PAIRS": interleaved, "CACHE": cached, "WRITE_K": write_k}
+    _rope_kv_write((min(n, vector_cores(q.device)),), *tensors, *sizes, **dims, **tiles, **flags)
 
 
 def half_tile(half: int, interleaved: bool) -> int:

@@ -52,10 +52,27 @@ def _plans(
         length("q_rope"),
     )
     return tiled(
-        "q_rope", args, q_rope.shape[1], 1, TILES, HEAD_DIM=q_rope.shape[2], V_HEAD_DIM=lora,
-        ROTARY=cos_sin_cache.shape[1], PAGE=page, K_AT=lora, INTERLEAVED=bool(interleaved), CACHE=True,
-        WRITE_K=bool(write_k), K_FP8=fp8, V_FP8=fp8, K_KIND=kind, V_KIND=kind, UNIT=unit, PDL=on, launch_pdl=on,
-    )  # fmt: skip
+        "q_rope",
+        args,
+        q_rope.shape[1],
+        1,
+        TILES,
+        HEAD_DIM=q_rope.shape[2],
+        V_HEAD_DIM=lora,
+        ROTARY=cos_sin_cache.shape[1],
+        PAGE=page,
+        K_AT=lora,
+        INTERLEAVED=bool(interleaved),
+        CACHE=True,
+        WRITE_K=bool(write_k),
+        K_FP8=fp8,
+        V_FP8=fp8,
+        K_KIND=kind,
+        V_KIND=kind,
+        UNIT=unit,
+        PDL=on,
+        launch_pdl=on,
+    )
 
 
 @_plans.launcher

@@ -131,34 +131,84 @@ def qk_norm_rope_kv_write_kernel(
 
 @plans
 def _plans(
-    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
-    positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, slots: Tensor | None, eps: float,
-    interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> Plan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slots: Tensor | None,
+    eps: float,
+    interleaved: bool,
+    k_scale: object,
+    v_scale: object,
+    write_k: bool,
+) -> Plan:
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
     v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     run = qk_norm_rope_kv_write_kernel.bind(
         Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static
     )
     args = (
-        "q", "k", v_, "q_weight", "k_weight", "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", "eps",
-        *units, length("cos_sin_cache"), num_slots, length("q"),
-    )  # fmt: skip
+        "q",
+        "k",
+        v_,
+        "q_weight",
+        "k_weight",
+        "cos_sin_cache",
+        "positions",
+        *caches,
+        "k_scale",
+        "v_scale",
+        "eps",
+        *units,
+        length("cos_sin_cache"),
+        num_slots,
+        length("q"),
+    )
     programs = length("q", by=k.shape[1], per=ROWS) + length("q", by=q.shape[1], per=ROWS)
     return Plan((Step(run, programs, args),))
 
 
 @_plans.launcher
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
-    positions: Tensor, k_cache: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, *,
-    eps: float = 1e-6, interleaved: bool = False, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, write_k: bool = True,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    write_k: bool = True,
+) -> None:
     _plans.start(
-        q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, eps, interleaved, k_scale,
-        v_scale, write_k,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        eps,
+        interleaved,
+        k_scale,
+        v_scale,
+        write_k,
+    )
 
 
 def supports(sig: Any) -> str | None:

@@ -6,7 +6,6 @@ Run by `ci/engines sglang`, in an environment of its own. One process imports SG
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import json
@@ -28,7 +27,7 @@ from hal.engines.sglang import vision
 # transformers and SGLang import torchvision, with hal off too.
 vision.declare_operators()
 
-from engines import third_party, vllm_models  # noqa: E402
+from engines import third_party, vllm_models, workers  # noqa: E402
 from scale.rounds import evicted, prompts, shared_prefix  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -37,11 +36,6 @@ LAYERS = 2
 STEP = {"build_kv_indices", "write_req_to_token", "compute_positions", "decode_attention", "extend_attention"}
 PAGED = {"alloc_extend", "alloc_decode", "get_last_loc"}
 ACME = (*sorted(STEP | PAGED), "kv_write", "rope_kv_write", "mla_kv_write")
-
-
-@functools.cache
-def folder() -> Path:
-    return vllm_models.folder()
 
 
 @functools.cache
@@ -143,43 +137,16 @@ SMOLLM2, SCENARIOS, HICACHE, SHAPES = (
 
 
 @functools.cache
-def started() -> subprocess.Popen[bytes]:
-    """All jobs, begun."""
-    path = folder() / "sglang"
+def worker() -> workers.Worker:
+    path = vllm_models.folder() / "sglang"
     path.mkdir(exist_ok=True)
-    (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
     third_party.add(path, ACME)
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(path),
-    }
-    with (path / "worker.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, HERE / "sglang_worker.py", path / "jobs.json", path],
-            env=environment,
-            stdout=out,
-            stderr=out,
-        )
-    atexit.register(found.kill)
-    return found
+    environment = workers.environment(HAL_ENGINES="sglang", OMP_NUM_THREADS="1", PYTHONPATH=str(path))
+    return workers.Worker("sglang_worker.py", path, jobs(), environment)
 
 
-@functools.cache
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    code, path = started().wait(), folder() / "sglang"
-    assert not code, (path / "worker.txt").read_text()[-4000:]
-    found = json.loads((path / f"{job}.json").read_text())
-    assert "error" not in found, found.get("traceback", "") + log(job)[-4000:]
-    return found
-
-
-def log(job: str) -> str:
-    """What SGLang said in a job."""
-    started().wait()
-    return (folder() / "sglang" / f"{job}.log").read_text()
+    return worker().result(job)
 
 
 def tokens(job: str) -> list[list[int]]:
@@ -196,7 +163,7 @@ def ran(job: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("job", [*SMOLLM2, *SHAPES, *SCENARIOS, "acme"])
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # they work while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     want = expected(given["model"], json.dumps(given["rounds"][-1]), given.get("new", 12))
     assert tokens(job) == want
@@ -212,8 +179,8 @@ def test_the_scenarios_are_what_they_are_called() -> None:
         assert min(result(job)["rounds"][1]["cached"]) >= 80, job
         # The first prompt alone takes six steps of sixteen tokens.
         assert sum(result(job)["trace"]["compute_positions"].values()) > 6, job
-    assert "Retract requests" in log("retracted")
-    assert "Retract requests" not in log("chunked")
+    assert "Retract requests" in worker().log("retracted")
+    assert "Retract requests" not in worker().log("chunked")
     for job in HICACHE:
         # The device's pool holds the others alone by then.
         assert result(job)["rounds"][-1]["cached"] == [160], job
@@ -262,8 +229,7 @@ def test_hal_ran_every_layer_of_every_step(job: str) -> None:
 
 
 def refusal(job: str) -> str:
-    started().wait()
-    return json.loads((folder() / "sglang" / f"{job}.json").read_text())["error"]
+    return worker().outcome(job)["error"]
 
 
 @pytest.mark.parametrize("job", REFUSED)

@@ -7,7 +7,6 @@ found; what must come is plain torch over the slots that a query sees.
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -25,10 +24,11 @@ LENS = (([5, 1, 0], [30, 3, 1]), ([2, 4, 3], [7, 32, 36]), ([1, 1, 0], [1, 1, 1]
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here")
 def test_graphs_and_drafts() -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"}
+    from engines import workers
+
     done = subprocess.run(
         [sys.executable, __file__],
-        env={**env, "HAL_BACKEND": "cpu", "HF_HUB_OFFLINE": "1"},
+        env=workers.environment(HAL_BACKEND="cpu", HF_HUB_OFFLINE="1"),
         capture_output=True,
         text=True,
         check=False,

@@ -27,7 +27,7 @@ from hal.engines.sglang import vision
 
 vision.declare_operators()
 
-from engines import vllm_models  # noqa: E402
+from engines import vllm_models, workers  # noqa: E402
 
 import hal  # noqa: E402
 
@@ -45,12 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     options = "--device cpu --dtype float32 --max-total-tokens 2560 --page-size 16 --skip-server-warmup".split()
     model = ["--model-path", str(vllm_models.smollm2())]
     command = [sys.executable, "-m", "sglang.launch_server", *model, *options, "--port", str(port)]
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang",
-        "HAL_TRACE": str(trace),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {**workers.environment(), "HAL_ENGINES": "sglang", "HAL_TRACE": str(trace), "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
         run = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:

@@ -5,13 +5,9 @@ Run by `ci/engines sglang`, one engine an algorithm.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from hal.engines.sglang import vision
 
 vision.declare_operators()
 
-from engines import drafts, vllm_models  # noqa: E402
+from engines import drafts, vllm_models, workers  # noqa: E402
 
 HERE = Path(__file__).parent
 STEPS, NEW = 3, 24
@@ -102,45 +98,22 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def folder() -> Path:
+def worker() -> workers.Worker:
     path = vllm_models.folder() / "sglang-speculative"
     path.mkdir(exist_ok=True)
-    return path
+    environment = workers.environment(HAL_ENGINES="sglang", OMP_NUM_THREADS="1")
+    return workers.Worker("sglang_worker.py", path, jobs(), environment)
 
 
-@functools.cache
-def started() -> subprocess.Popen[bytes]:
-    """All jobs, begun."""
-    (folder() / "jobs.json").write_text(json.dumps(list(jobs().values())))
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang",
-        "OMP_NUM_THREADS": "1",
-    }
-    with (folder() / "worker.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, HERE / "sglang_worker.py", folder() / "jobs.json", folder()],
-            env=environment,
-            stdout=out,
-            stderr=out,
-        )
-    atexit.register(found.kill)
-    return found
-
-
-@functools.cache
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    assert not started().wait(), (folder() / "worker.txt").read_text()[-4000:]
-    found = json.loads((folder() / f"{job}.json").read_text())
-    log = (folder() / f"{job}.log").read_text()
-    assert "error" not in found, found.get("traceback", "") + log[-4000:]
-    return {**found, "calls": {op: sum(by.values()) for op, by in found["trace"].items()}, "log": log}
+    found = worker().result(job)
+    calls = {op: sum(by.values()) for op, by in found["trace"].items()}
+    return {**found, "calls": calls, "log": worker().log(job)}
 
 
 @pytest.mark.parametrize("job", ENGINES)
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # they work while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     want = expected(given["model"])
     assert [found["tokens"] for found in result(job)["rounds"]] == [want, want]
@@ -211,6 +184,5 @@ def test_alternatives_are_taken() -> None:
 
 
 def test_windows_beside_trees_are_refused() -> None:
-    assert not started().wait()
-    assert "error" in json.loads((folder() / "window.json").read_text())
-    assert "hal: sglang can't run this on hal: a sliding window beside trees" in (folder() / "window.log").read_text()
+    assert "error" in worker().outcome("window")
+    assert "hal: sglang can't run this on hal: a sliding window beside trees" in worker().log("window")

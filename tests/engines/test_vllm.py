@@ -22,7 +22,7 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import third_party, vllm_models
+from engines import third_party, vllm_models, workers
 from scale.rounds import prompts, shared_prefix
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def run(worker: str, turns: threading.Semaphore, codes: dict[str, int]) -> None:
     (path / "jobs.json").write_text(json.dumps([jobs()[n] for n in names]))
     third_party.add(path, ACME)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
+        **workers.environment(),
         **vllm_models.ENVIRONMENT,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HAL_TRACE": "1",

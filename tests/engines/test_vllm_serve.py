@@ -20,7 +20,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models, vllm_worker
+from engines import vllm_models, vllm_worker, workers
 
 import hal
 
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     name_vllm(folder)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
+        **workers.environment(),
         **vllm_models.ENVIRONMENT,
         "HAL_ENGINES": "vllm",
         "HAL_BACKEND": "cpu",
