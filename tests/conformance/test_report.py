@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,32 +158,15 @@ def test_what_is_no_report_is_said_so(report: dict[str, Any], tmp_path: Path, ca
         assert says in capsys.readouterr().err
 
 
-def _no_case(r: dict[str, Any]) -> None:
-    r["cases"].pop()
+def put(*way: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(r: dict[str, Any]) -> None:
+        functools.reduce(operator.getitem, way[:-1], r)[way[-1]] = value
 
-
-def _twice(r: dict[str, Any]) -> None:
-    r["cases"].append(r["cases"][0])
-
-
-def _failed_one(r: dict[str, Any]) -> None:
-    r["cases"][0]["outcome"] = FAILED
-
-
-def _other_suite(r: dict[str, Any]) -> None:
-    r["suite"]["hash"] = "0" * 64
+    return change
 
 
 def _beyond(r: dict[str, Any]) -> None:
     next(c for c in r["cases"] if c["headroom"])["headroom"] = {"bf16": 1.2}
-
-
-def _optional(r: dict[str, Any]) -> None:
-    r["cases"][0]["tag"] = "feature:x"
-
-
-def _does_not_apply(r: dict[str, Any]) -> None:
-    r["cases"][0]["outcome"] = NOT_APPLICABLE
 
 
 def _fewer_ops(r: dict[str, Any]) -> None:
@@ -206,40 +192,24 @@ def _graphs_on_a_cpu(r: dict[str, Any]) -> None:
             r["verdict"]["ran"] += 1
 
 
-def _on_a_device_without_its_proofs(r: dict[str, Any]) -> None:
-    r["device_type"] = "cuda"
-
-
-def _lane_of_another(r: dict[str, Any]) -> None:
-    """What a lowered report of ascend is, once its lane is written over."""
-    r["backend"] = "ascend"
-
-
-def _lane_it_has_not(r: dict[str, Any]) -> None:
-    r["lane"] = "lowered"
-
-
-def _other_code(r: dict[str, Any]) -> None:
-    r["code"]["files"]["hal/kv/pool.py"] = "0" * 64
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_no_case, "1 cases missing"),
-        (_twice, "listed twice"),
-        (_failed_one, "verdict."),
-        (_other_suite, "made by another suite"),
+        (lambda r: r["cases"].pop(), "1 cases missing"),
+        (lambda r: r["cases"].append(r["cases"][0]), "listed twice"),
+        (put("cases", 0, "outcome", value=FAILED), "verdict."),
+        (put("suite", "hash", value="0" * 64), "made by another suite"),
         (_beyond, "passed with an error beyond the bound"),
-        (_optional, "not the case of this suite"),
-        (_does_not_apply, "always applies"),
+        (put("cases", 0, "tag", value="feature:x"), "not the case of this suite"),
+        (put("cases", 0, "outcome", value=NOT_APPLICABLE), "always applies"),
         (_fewer_ops, "verdict."),
         (_simulated_on_the_device, "simulated, which it can not be in lane device"),
         (_graphs_on_a_cpu, "passed on a CPU, which has no graph"),
-        (_on_a_device_without_its_proofs, "stream always applies on cuda"),
-        (_lane_of_another, "lane device on cpu; ascend runs it on npu"),
-        (_lane_it_has_not, "lane lowered, which cpu has not"),
-        (_other_code, "the code is not what was judged: hal/kv/pool.py"),
+        (put("device_type", value="cuda"), "stream always applies on cuda"),
+        # What a lowered report of ascend is, once its lane is written over.
+        (put("backend", value="ascend"), "lane device on cpu; ascend runs it on npu"),
+        (put("lane", value="lowered"), "lane lowered, which cpu has not"),
+        (put("code", "files", "hal/kv/pool.py", value="0" * 64), "the code is not what was judged: hal/kv/pool.py"),
     ],
 )
 def test_an_inconsistent_report_is_found_out(report: dict[str, Any], change: Any, says: str) -> None:
@@ -253,22 +223,11 @@ def test_an_inconsistent_report_is_found_out(report: dict[str, Any], change: Any
 
 
 def test_junit_and_html_hold_what_failed() -> None:
+    reasons = ("", "q[0]: 1 < 2 & wrong\x00\nat line 3", "no", "why")
+    same = {"snippet": "import <x>", "headroom": {"bf16": 0.5}, "seconds": 0.1}
     rows: list[dict[str, Any]] = [
-        {
-            **vars(c),
-            "id": c.id,
-            "outcome": o,
-            "reason": r,
-            "snippet": "import <x>",
-            "headroom": {"bf16": 0.5},
-            "seconds": 0.1,
-        }
-        for c, o, r in zip(
-            CASES,
-            (PASSED, FAILED, REFUSED, NOT_RUN),
-            ("", "q[0]: 1 < 2 & wrong\x00\nat line 3", "no", "why"),
-            strict=True,
-        )
+        {**vars(c), "id": c.id, "outcome": o, "reason": r, **same}
+        for c, o, r in zip(CASES, (PASSED, FAILED, REFUSED, NOT_RUN), reasons, strict=True)
     ]
     document = {
         "backend": "b",
