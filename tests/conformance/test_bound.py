@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hal.ops.proofs.judge import (
-    ROPE_SLACK,
-    Candidate,
-    Want,
-    half_ulp,
-    headroom,
-    largest,
-    right_any,
-    round_once,
-    same_bits,
-)
+from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, half_ulp, headroom, largest, right_any, rounded, same_bits
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -43,9 +33,9 @@ def test_the_nearest_number_is_right_and_the_next_ones_are_not(dtype: torch.dtyp
     """With no slack there is one right answer: both neighbours of it are wrong, at every number of the dtype."""
     x = grid(dtype).float().double()
     x = torch.unique(x)
-    near = round_once(x, dtype)
+    near = rounded(x, dtype)
     assert bool(right_any(near, wanted(x, 0.0)).all())
-    up, down = round_once(x[1:], dtype), round_once(x[:-1], dtype)
+    up, down = rounded(x[1:], dtype), rounded(x[:-1], dtype)
     assert not bool(right_any(up, wanted(x[:-1], 0.0)).any())
     assert not bool(right_any(down, wanted(x[1:], 0.0)).any())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hal.ops.proofs.inputs import FLOAT_DTYPES
-from hal.ops.proofs.judge import Candidate, Want, headroom, round_once
+from hal.ops.proofs.judge import Candidate, Want, headroom, rounded
 
 SMALL = [n for n in FLOAT_DTYPES if n != "fp32"]
 BITS = {1: (torch.uint8, torch.int8), 2: (torch.int16, torch.int16)}
@@ -51,7 +51,7 @@ def test_rounded_is_exact_at_the_boundaries(name: str) -> None:
         xs += [float(low), tie, math.nextafter(tie, -math.inf), math.nextafter(tie, math.inf)]
         # Where rounding to fp32 first would land on the tie: the case for rounding to odd.
         xs += [tie * (1 + 2.0**-40), tie * (1 - 2.0**-40)]
-    got = round_once(torch.tensor(xs, dtype=torch.float64), dtype).to(torch.float64).tolist()
+    got = rounded(torch.tensor(xs, dtype=torch.float64), dtype).to(torch.float64).tolist()
     want = [nearest_even(Fraction(x), numbers, dtype) for x in xs]
     assert got == want
 
@@ -61,7 +61,7 @@ def test_rounded_past_the_largest(name: str) -> None:
     dtype = FLOAT_DTYPES[name]
     top = torch.finfo(dtype).max
     x = torch.tensor([torch.inf, -torch.inf, top * 2, torch.nan, top], dtype=torch.float64)
-    got = round_once(x, dtype).to(torch.float32).tolist()
+    got = rounded(x, dtype).to(torch.float32).tolist()
     over = top if name in ("e4m3", "e5m2") else torch.inf
     assert got[:3] == [over, -over, over]
     assert math.isnan(got[3])
@@ -70,7 +70,7 @@ def test_rounded_past_the_largest(name: str) -> None:
 
 def test_rounded_leaves_float64() -> None:
     x = torch.tensor([1 + 2.0**-50], dtype=torch.float64)
-    assert round_once(x, torch.float64) is x
+    assert rounded(x, torch.float64) is x
 
 
 def test_headroom() -> None:

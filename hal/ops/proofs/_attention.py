@@ -13,16 +13,7 @@ from hal import _host
 from hal.kv.view import count_slots
 from hal.ops._torch import in_range
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
-from hal.ops.proofs.inputs import (
-    DTYPES,
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    floats,
-    make_pair,
-    odd_indices,
-    randint,
-    with_strides,
-)
+from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, paired, randint, spaced
 from hal.ops.proofs.judge import Candidate, Want, attention_slack
 from hal.ops.spec import FP8, Sample
 
@@ -325,6 +316,6 @@ def _caches(
         k = _host.randn(*lead, dims[0], generator=g).to(dtype)
         return k, k[..., : dims[1]]
     if view == "pairs":
-        return make_pair(g, lead, dims, dtype)
+        return paired(g, lead, dims, dtype)
     k, v = (_host.randn(*lead, d, generator=g).to(dtype) for d in dims)
-    return with_strides(k, view), with_strides(v, view)
+    return spaced(k, view), spaced(v, view)

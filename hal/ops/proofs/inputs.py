@@ -108,7 +108,7 @@ def row_view(rows: Tensor, kind: str) -> Tensor:
     return view
 
 
-def with_strides(t: Tensor, kind: str) -> Tensor:
+def spaced(t: Tensor, kind: str) -> Tensor:
     """`t` as ``plain``; ``padded``, with odd strides; ``far``: what its first dim counts 2^29 elements apart."""
     if kind == "plain":
         return t
@@ -122,7 +122,7 @@ def with_strides(t: Tensor, kind: str) -> Tensor:
     return _host.empty_strided(tuple(t.shape), tuple(strides), dtype=t.dtype).copy_(t)
 
 
-def make_pair(
+def paired(
     g: torch.Generator, lead: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Caches of k and v that are interleaved in one tensor, as vLLM keeps them."""

@@ -108,7 +108,7 @@ def to_odd_fp32(x: Tensor) -> Tensor:
     return torch.where(inexact, torch.nextafter(y, toward), y)
 
 
-def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """float64 -> `dtype`, to nearest even, once. The fp8 dtypes saturate; NaN stays NaN."""
     if dtype == torch.float64:
         return x
@@ -123,12 +123,12 @@ def right(out: Tensor, candidate: Candidate) -> Tensor:
     """bool per element: is `out` what `candidate` allows?"""
     if candidate.slack is None:
         return same_bits(out, candidate.value)
-    low = round_once(candidate.value - candidate.slack, out.dtype).to(torch.float64)
-    high = round_once(candidate.value + candidate.slack, out.dtype).to(torch.float64)
+    low = rounded(candidate.value - candidate.slack, out.dtype).to(torch.float64)
+    high = rounded(candidate.value + candidate.slack, out.dtype).to(torch.float64)
     got = out.to(torch.float32).to(torch.float64) if out.dtype != torch.float64 else out
     inside = (got >= low) & (got <= high)
     # inf - inf: the truth is an infinity that any slack around it leaves as it is.
-    inside |= torch.isinf(candidate.value) & (got == round_once(candidate.value, out.dtype).to(torch.float64))
+    inside |= torch.isinf(candidate.value) & (got == rounded(candidate.value, out.dtype).to(torch.float64))
     return inside | (torch.isnan(got) & torch.isnan(candidate.value))
 
 

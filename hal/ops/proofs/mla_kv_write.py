@@ -21,7 +21,7 @@ from hal.ops.proofs.inputs import (
     odd_indices,
     randint,
     refused,
-    with_strides,
+    spaced,
 )
 from hal.ops.proofs.judge import Candidate, Want
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
@@ -71,7 +71,7 @@ def make_cache(
     view: ``plain``; ``padded`` (odd strides); ``far`` (slots 2^29 elements apart)."""
     lead = (slots // page_size, page_size) if form.startswith("paged") else (slots,)
     shape = (*lead, 1, row) if form.endswith("heads") else (*lead, row)
-    return with_strides(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
+    return spaced(_host.randn(shape, generator=g).clamp(-4, 4).to(dtype), view)
 
 
 def make_slots(g: torch.Generator, n: int, slots: int, values: str, dtype: torch.dtype) -> Tensor:

@@ -18,11 +18,11 @@ from hal.ops.proofs.inputs import (
     INDEX_DTYPES,
     floats,
     generator,
-    make_pair,
     odd_indices,
+    paired,
     randint,
     refused,
-    with_strides,
+    spaced,
 )
 from hal.ops.proofs.judge import ROPE_SLACK, Candidate, Want, largest
 from hal.ops.rope_kv_write import rotate
@@ -192,8 +192,8 @@ def _caches(
 ) -> tuple[Tensor, Tensor]:
     fresh = [_host.randn(*lead, d, generator=g).clamp(-4, 4).to(dtype) for d in dims]
     if view == "pairs":
-        return make_pair(g, lead, dims, dtype)
-    return with_strides(fresh[0], view), with_strides(fresh[1], view)
+        return paired(g, lead, dims, dtype)
+    return spaced(fresh[0], view), spaced(fresh[1], view)
 
 
 _bad, _bad_fp8 = refused(make, n=3, slots=32), refused(make, cache_dtype="e4m3")
