@@ -62,10 +62,7 @@ def kv_write(
 ) -> None:
     need_cpu("kv_write", k, v, k_cache, v_cache, slots)
     n, heads, dim = k.shape
-    run(
-        kernel, (FORMAT[k.dtype],), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
-        (
-            k.data_ptr(), k.stride(0), k.stride(1), heads, dim, v.data_ptr(), v.stride(0), v.stride(1), v.shape[2],
-            *index(slots), count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale),
-        ),
-    )  # fmt: skip
+    rows = (k.data_ptr(), *k.stride()[:2], heads, dim, v.data_ptr(), *v.stride()[:2], v.shape[2])
+    places = (count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale))
+    nbytes = 2 * k.itemsize * heads * (dim + v.shape[2])
+    run(kernel, (FORMAT[k.dtype],), n, nbytes, (*rows, *index(slots), *places))

@@ -165,12 +165,10 @@ def qk_norm_rope_kv_write(
         v_args = (v.data_ptr(), v.stride(0), v.stride(1), v.shape[2])
         slot_args = (*index(slots), count_slots(k_cache), page_size(k_cache))
         k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
-    run(
-        kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
-        (
-            q.data_ptr(), q.stride(0), q.stride(1), q_heads, k.data_ptr(), k.stride(0), k.stride(1), kv_heads, dim,
-            *v_args, q_weight.data_ptr(), k_weight.data_ptr(), float(eps),
-            cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
-            *index(positions), *slot_args, *k_to, *v_to, interleaved, write_k,
-        ),
-    )  # fmt: skip
+    heads = (q.data_ptr(), *q.stride()[:2], q_heads, k.data_ptr(), *k.stride()[:2], kv_heads, dim)
+    norm = (q_weight.data_ptr(), k_weight.data_ptr(), float(eps))
+    table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
+    places = (*index(positions), *slot_args, *k_to, *v_to)
+    nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
+    args = (*heads, *v_args, *norm, *table, *places, interleaved, write_k)
+    run(kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, nbytes, args)

@@ -338,11 +338,8 @@ def rope_kv_write(
         v_args = (v.data_ptr(), v_token, v_head, v.shape[2])
         slot_args = (slots.data_ptr(), slots.dtype is torch.int64, count_slots(k_cache), page_size(k_cache))
         k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
-    run(
-        kernel, (FORMAT[q.dtype],), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
-        (
-            q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim, *v_args,
-            cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
-            positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to, interleaved, write_k,
-        ),
-    )  # fmt: skip
+    heads = (q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim)
+    table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
+    places = (positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to)
+    nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
+    run(kernel, (FORMAT[q.dtype],), n, nbytes, (*heads, *v_args, *table, *places, interleaved, write_k))
