@@ -17,7 +17,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, prefixes, prefixes_64, lens, lens_64, last, last_64, free, free_64, n, page_size, out, out_64, capacity, total
-):  # fmt: skip
+):
     at = 0
     needed = 0
     for i in range(bs):

@@ -16,7 +16,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, table, rows, width, stride, requests, requests_64, lens, lens_64, page_size, out, out_64, columns, out_stride
-):  # fmt: skip
+):
     for i in range(bs):
         r = get(requests, requests_64, i)
         pages = 0

@@ -17,7 +17,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, table, rows, width, stride, requests, requests_64, starts, starts_64, ends, ends_64, src, src_64, capacity
-):  # fmt: skip
+):
     at = 0
     for i in range(bs):
         start = get(starts, starts_64, i)
