@@ -123,7 +123,7 @@ def _show(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
 
 def _notes() -> list[str]:
     """Who owns the folder `triton`, since two distributions install one."""
-    owners = sorted(d for d in ("triton", "triton-ascend") if _installed(d))
+    owners = sorted(d for d in ("triton", "triton-ascend") if _is_installed(d))
     if len(owners) == 2:
         return [
             "triton and triton-ascend are both installed and share the folder `triton`: whichever came last owns it. "
@@ -132,7 +132,7 @@ def _notes() -> list[str]:
     return [f"the folder `triton` belongs to {owners[0]} {metadata.version(owners[0])}"] if owners else []
 
 
-def _installed(distribution: str) -> bool:
+def _is_installed(distribution: str) -> bool:
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:

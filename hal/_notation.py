@@ -131,9 +131,14 @@ def _sizes(spec: OpSpec, name: str, value: TensorSig) -> dict[str, int]:
 
 
 def _like(
-    spec: OpSpec, name: str, value: TensorSig, dims: Mapping[str, int], dtype: torch.dtype | None,
-    device: str, index: int | None,
-) -> TensorSig:  # fmt: skip
+    spec: OpSpec,
+    name: str,
+    value: TensorSig,
+    dims: Mapping[str, int],
+    dtype: torch.dtype | None,
+    device: str,
+    index: int | None,
+) -> TensorSig:
     """An argument of the plain example, in the sizes, dtype and device of those that were given."""
     names = spec.dims_of(spec.args[name], value.ndim)
     example = tuple(dims.get(d, n) for d, n in zip(names, value.example, strict=True))

@@ -14,8 +14,7 @@ from typing import TextIO
 
 from hal._errors import ArgumentError
 
-_PLAIN = {"—": "-", "–": "-", "…": ".", "µ": "u", "·": ".", "×": "x", "≤": "<", "≥": ">", "→": ">", "½": "/", "━": "-",
-          "╸": "-", "╺": "-", "•": "*", "’": "'", "‘": "'", "“": '"', "”": '"', "✓": "+", "✗": "x"}  # fmt: skip
+_PLAIN = dict(zip("—–…µ·×≤≥→½━╸╺•’‘“”✓✗", "--.u.x<>>/---*''\"\"+x", strict=True))
 
 
 def plain(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -34,16 +34,16 @@ def names() -> tuple[str, ...]:
     return tuple(sorted((n for n in found if len(n) > 1 and n.lower() not in _PUBLIC), key=len, reverse=True))
 
 
-def redacted(value: Any, words: Iterable[str] | None = None) -> Any:
+def redact(value: Any, words: Iterable[str] | None = None) -> Any:
     """`value`, of dicts, lists and plain values, with every text in it redacted; keys stay.
 
     A path keeps what follows ``site-packages``, or a source file's own name. Names are looked for as whole words.
     """
     words = names() if words is None else tuple(words)
     if isinstance(value, dict):
-        return {k: redacted(v, words) for k, v in value.items()}
+        return {k: redact(v, words) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(v, words) for v in value]
+        return [redact(v, words) for v in value]
     return _text(value, words) if isinstance(value, str) else value
 
 

@@ -39,14 +39,22 @@ def show(total: float | None = None, quiet: bool = False) -> Iterator[Bar]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
-        BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TextColumn("left:"),
-        TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
-    )  # fmt: skip
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     # What is printed meanwhile goes where it would have gone.
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, speed_estimate_period=PERIOD,
-        redirect_stdout=False, redirect_stderr=False,
-    ) as progress:  # fmt: skip
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        speed_estimate_period=PERIOD,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
         task = progress.add_task("", total=total)
 
         class Drawn(Bar):

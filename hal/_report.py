@@ -15,7 +15,7 @@ from typing import Any
 
 from hal import _doctor
 from hal._errors import ArgumentError
-from hal._private import redacted
+from hal._private import redact
 
 FORMAT = "hal-report/1"
 SCHEMA = Path(__file__).with_name("report.schema.json")
@@ -31,10 +31,10 @@ def main(file: Path, ops: Sequence[str] | None, backends: Sequence[str] | None, 
         raise ArgumentError("doctor", "--report", "a file that can be written", f"{file}: {e.strerror}") from None
     steps: list[Step] = []
     for step in run(ops, backends, timeout):
-        print(_line(redacted(step)), flush=True)
+        print(_line(redact(step)), flush=True)
         steps.append(step)
         # Anew after each step: what ends this process loses one.
-        report = {"format": FORMAT, "steps": redacted(steps)}
+        report = {"format": FORMAT, "steps": redact(steps)}
         file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     text = file.with_suffix(".txt")
     text.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
@@ -69,7 +69,7 @@ def _step(name: str, timeout: float, *arguments: str) -> Step:
     command = [sys.executable, "-m", "hal._report_steps", name, *arguments]
     out, died = _doctor.ask(command, env, timeout, each=True)
     rows = [json.loads(line) for line in out if line.startswith('{"')]
-    return _made(" ".join([name, *arguments[:1]]), begin, rows, died)
+    return _make_step(" ".join([name, *arguments[:1]]), begin, rows, died)
 
 
 def _ops(backend: str, lane: str, ops: Sequence[str], timeout: float) -> Step:
@@ -79,10 +79,10 @@ def _ops(backend: str, lane: str, ops: Sequence[str], timeout: float) -> Step:
         got = _doctor._child(backend, lane, todo, timeout, each=True)
         rows += [r for r in got if r["saw"] != "not reached"]
         todo = [r["op"] for r in got if r["saw"] == "not reached"]
-    return _made(f"ops {backend} {lane}", begin, rows, "")
+    return _make_step(f"ops {backend} {lane}", begin, rows, "")
 
 
-def _made(step: str, begin: float, rows: list[dict[str, Any]], died: str) -> Step:
+def _make_step(step: str, begin: float, rows: list[dict[str, Any]], died: str) -> Step:
     ok = not died and all(r.get("ok", True) is not False for r in rows)
     return {"step": step, "ok": ok, "seconds": round(time.perf_counter() - begin, 2), "error": died, "rows": rows}
 

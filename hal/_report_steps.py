@@ -19,14 +19,18 @@ from typing import Any, TextIO
 
 from hal._output import data_output
 
-PACKAGES = (
-    "hal-kernels", "torch", "torch-npu", "triton", "triton-ascend", "ascendnpu-ir", "numba", "llvmlite", "numpy",
-    "sgl-kernel-npu", "sglang", "vllm", "vllm-ascend", "transformers", "flashinfer-python",
-)  # fmt: skip
-VARIABLES = (
-    "ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH", "ASCEND_RT_VISIBLE_DEVICES",
-    "ASCEND_LAUNCH_BLOCKING", "ASCEND_GLOBAL_LOG_LEVEL",
-)  # fmt: skip
+PACKAGES = tuple(
+    """
+    hal-kernels torch torch-npu triton triton-ascend ascendnpu-ir numba llvmlite numpy sgl-kernel-npu sglang vllm
+    vllm-ascend transformers flashinfer-python
+    """.split()
+)
+VARIABLES = tuple(
+    """
+    ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH ASCEND_RT_VISIBLE_DEVICES ASCEND_LAUNCH_BLOCKING
+    ASCEND_GLOBAL_LOG_LEVEL
+    """.split()
+)
 """Read besides hal's own; no others are."""
 ASCEND = ("/usr/local/Ascend", "/usr/local/Ascend/ascend-toolkit/latest")
 VERSIONS = (
@@ -36,9 +40,11 @@ VERSIONS = (
     "firmware/version.info",
     "*/ascend_toolkit_install.info",
 )
-PROPERTIES = (
-    "total_memory", "multi_processor_count", "major", "minor", "L2_cache_size", "cube_core_num", "vector_core_num",
-)  # fmt: skip
+PROPERTIES = tuple(
+    """
+    total_memory multi_processor_count major minor L2_cache_size cube_core_num vector_core_num
+    """.split()
+)
 TOOLS = (("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"), ("npu-smi", "-v"))
 COPIES = (1 << 16, 1 << 22, 1 << 26)
 """Bytes of the timed ones."""
@@ -111,9 +117,14 @@ def states() -> None:
             state = entry.state(lane)
             devices = entry.manifest.lanes.get(lane, ()) if entry.manifest else ()
             tell(
-                backend=name, lane=lane, state=state.state, reason=str(state), devices=list(devices),
-                ops=[op for op in table.op_names if entry.usual(op)], seconds=round(time.perf_counter() - begin, 3),
-            )  # fmt: skip
+                backend=name,
+                lane=lane,
+                state=state.state,
+                reason=str(state),
+                devices=list(devices),
+                ops=[op for op in table.op_names if entry.usual(op)],
+                seconds=round(time.perf_counter() - begin, 3),
+            )
 
 
 def device(kind: str) -> None:
@@ -171,7 +182,7 @@ def _checks(torch: Any, module: Any, kind: str) -> dict[str, Callable[[], str]]:
         module.current_stream().wait_event(done)
         return right(there.add(1), host + 2)
 
-    def elapsed() -> str:
+    def time_elapsed() -> str:
         first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
         first.record()
         host.to(kind).add_(1)
@@ -197,9 +208,12 @@ def _checks(torch: Any, module: Any, kind: str) -> dict[str, Callable[[], str]]:
         return right(torch.cat(back))
 
     return {
-        "a copy there and back": lambda: right(host.to(kind)), "a side stream": side_stream, "timed events": elapsed,
-        "pinned copies": pinned, "batched copies": batched,
-    }  # fmt: skip
+        "a copy there and back": lambda: right(host.to(kind)),
+        "a side stream": side_stream,
+        "timed events": time_elapsed,
+        "pinned copies": pinned,
+        "batched copies": batched,
+    }
 
 
 def times(backend: str, *ops: str) -> None:

@@ -179,12 +179,17 @@ def _files(name: str, specs: Sequence[OpSpec], device: str) -> dict[str, str]:
     module = f"hal_backend_{name.replace('-', '_')}"
     names = [s.name for s in specs]
     fill = {
-        "name": name, "module": module, "distribution": f"hal-backend-{name}", "device": device, "hal": __version__,
+        "name": name,
+        "module": module,
+        "distribution": f"hal-backend-{name}",
+        "device": device,
+        "hal": __version__,
         "ops": "\n".join(f'            "{op}": Impl("{module}.{op}:{op}"),' for op in names),
         "list": ", ".join(f"`{op}`" for op in names),
         "chosen": "".join(f" --op {op}" for op in names),
-        "api": API, "runner": "ubuntu-latest" if device == "cpu" else f"[self-hosted, {device}]",
-    }  # fmt: skip
+        "api": API,
+        "runner": "ubuntu-latest" if device == "cpu" else f"[self-hosted, {device}]",
+    }
     return {
         "pyproject.toml": _PROJECT.format_map(fill),
         "README.md": _README.format_map(fill),

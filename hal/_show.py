@@ -11,11 +11,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TONES = {
-    "ready": "green", "chosen": "green", "on": "green", "ok": "green",
-    "absent": "yellow", "unavailable": "yellow", "rejected": "yellow",
-    "broken": "red", "incompatible": "red", "error": "red", "wrong": "red",
-    "off": "bright_black", "unimplemented": "bright_black",
-}  # fmt: skip
+    "ready": "green",
+    "chosen": "green",
+    "on": "green",
+    "ok": "green",
+    "absent": "yellow",
+    "unavailable": "yellow",
+    "rejected": "yellow",
+    "broken": "red",
+    "incompatible": "red",
+    "error": "red",
+    "wrong": "red",
+    "off": "bright_black",
+    "unimplemented": "bright_black",
+}
 _HTML = {"green": "#2f8f5b", "yellow": "#b5851a", "red": "#c0392b", "bright_black": "#8a8a86"}
 
 
@@ -60,13 +69,13 @@ class Grid:
         for row in self.rows:
             out.append("<tr>")
             for head, cell in zip(self.heads, row, strict=True):
-                lines = "<br>".join(_toned(line, self.tone(head, line)) for line in cell.split("\n"))
+                lines = "<br>".join(_set_tone(line, self.tone(head, line)) for line in cell.split("\n"))
                 out.append(f"<td style='text-align:left;vertical-align:top'>{lines}</td>")
             out.append("</tr>")
         return "".join(out) + "</tbody></table>"
 
 
-def _toned(text: str, tone: str) -> str:
+def _set_tone(text: str, tone: str) -> str:
     shown = html.escape(text)
     return f"<span style='color:{_HTML[tone]}'>{shown}</span>" if tone else shown
 

@@ -288,7 +288,7 @@ def _register(spec: OpSpec, define: bool) -> Callable[..., Any]:
         )
         run = _generate.define(kernel, "kernel", "torch_ops", _run=_dispatched, _pool=_pool, _nothing=_nothing)
         _library.impl(form.name, run, "CompositeExplicitAutograd")
-        _library.impl(form.name, _guarded(form), "Autograd")
+        _library.impl(form.name, _guard_autograd(form), "Autograd")
         fake = _FAKE.format(parameters=form.parameters, empty=form.result and _empty(spec, form.result))
         torch.library.register_fake(
             f"{NAMESPACE}::{form.name}", _generate.define(fake, "fake", "torch_ops", _torch=torch), lib=_library
@@ -296,7 +296,7 @@ def _register(spec: OpSpec, define: bool) -> Callable[..., Any]:
     return _around(spec, forms(spec))
 
 
-def _guarded(form: Form) -> Callable[..., Any]:
+def _guard_autograd(form: Form) -> Callable[..., Any]:
     """The kernel that autograd meets: without it, gradients and tangents would be dropped in silence, in compiled
     code and under torch.func too, where the op itself never sees them."""
     names = [name for name in form.spec.args for _ in form._parts(name)]

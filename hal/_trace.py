@@ -189,8 +189,13 @@ class _Counts:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"hal: calls of {who}\n{found}", file=sys.stderr, flush=True)
                 return
-            line = {"pid": os.getpid(), "started": self.started, "process": _process(), "time": time.time(),
-                    "calls": [asdict(r) for r in found.rows]}  # fmt: skip
+            line = {
+                "pid": os.getpid(),
+                "started": self.started,
+                "process": _process(),
+                "time": time.time(),
+                "calls": [asdict(r) for r in found.rows],
+            }
             # One write to a file opened for appending: lines of several processes do not mix.
             with open(self.where, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")

@@ -187,11 +187,19 @@ def demo(
     """
     raise typer.Exit(
         run_part(
-            "hal.demo.cli", "main", "hal demo", "demo",
-            prompts=prompt, max_tokens=max_tokens, dtype=dtype, device=device, random_weights=random_weights,
-            check=check, bench=bench,
+            "hal.demo.cli",
+            "main",
+            "hal demo",
+            "demo",
+            prompts=prompt,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=device,
+            random_weights=random_weights,
+            check=check,
+            bench=bench,
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()

@@ -231,9 +231,8 @@ def _check_calls(spec: OpSpec, run: Callable[..., Any], checks: str) -> Callable
             seen.add(kind)
 
     fn = _generate.write_checked(
-        spec, _run=run, _taker=taker_of(run), _seen=seen, _first=first, _full=full,
-        _check_values=_value_check(spec),
-    )  # fmt: skip
+        spec, _run=run, _taker=taker_of(run), _seen=seen, _first=first, _full=full, _check_values=_value_check(spec)
+    )
     fn.__doc__ = spec.doc
     fn.__signature__ = spec.signature  # type: ignore[attr-defined]
     return fn

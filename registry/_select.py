@@ -160,7 +160,7 @@ def explain(
             ready.append((reference, Candidate("reference"), spec.reference))
         verdicts.append(reference)
     if sig is not None and auto:
-        verdicts += _unnamed(table, spec.name, device)
+        verdicts += _verdicts_unnamed(table, spec.name, device)
     elif sig is not None and (not ready or (others and ready[0][1].entry is not None)):
         verdicts += _others(table, spec.name, device, entries)
     chosen, winner, run = ready[0] if ready else (None, None, None)
@@ -288,7 +288,7 @@ def impls_named(entry: Entry, op: str, which: str) -> tuple[Impl, ...]:
     return tuple(i for i in entry.impls(op) if i.name == which) if which else entry.usual(op)
 
 
-def _unnamed(table: Table, op: str, device: str) -> list[Verdict]:
+def _verdicts_unnamed(table: Table, op: str, device: str) -> list[Verdict]:
     """Those that `auto` leaves out because they run only where they are named, with their states."""
     out = []
     for entry in table.entries.values():

@@ -124,7 +124,7 @@ class Live:
             with self.lock:
                 table = self.table
                 if table is None:
-                    table = self._discovered(self.registered, self.environment or _env.Environment.read())
+                    table = self._discover(self.registered, self.environment or _env.Environment.read())
         return table  # type: ignore[no-any-return]
 
     def rediscover(self, registered: Mapping[str, Entry], environment: _env.Environment | None = None) -> None:
@@ -134,9 +134,9 @@ class Live:
             environment: None: as it was read last.
         """
         with self.lock:
-            self._discovered(registered, environment or self.current().environment)
+            self._discover(registered, environment or self.current().environment)
 
-    def _discovered(self, registered: Mapping[str, Entry], environment: _env.Environment) -> Table:
+    def _discover(self, registered: Mapping[str, Entry], environment: _env.Environment) -> Table:
         settings, before = dict(self.settings), self.loading
         self.loading = True
         try:

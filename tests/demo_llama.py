@@ -22,23 +22,42 @@ EOS = 5
 def transformers_llama(tied: bool = True, eos: int = EOS) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=211, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=tied,
-        eos_token_id=eos, pad_token_id=EOS, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        eos_token_id=eos,
+        pad_token_id=EOS,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config).eval()
 
 
 def engine(
-    slots: int = 240, host_slots: int = 240, running: int = 3, page_size: int = 4, tied: bool = True, ops: Any = None,
+    slots: int = 240,
+    host_slots: int = 240,
+    running: int = 3,
+    page_size: int = 4,
+    tied: bool = True,
+    ops: Any = None,
     record: Any = None,
-) -> Engine:  # fmt: skip
+) -> Engine:
     theirs = transformers_llama(tied)
     model = Llama(theirs.config, theirs.state_dict(), ops or Meter(CPU))
     return Engine(
-        model, slots=slots, host_slots=host_slots, max_running=running, max_length=80, page_size=page_size,
+        model,
+        slots=slots,
+        host_slots=host_slots,
+        max_running=running,
+        max_length=80,
+        page_size=page_size,
         record=record,
-    )  # fmt: skip
+    )
 
 
 def prompts(n: int) -> list[list[int]]:

@@ -78,9 +78,16 @@ class Plugins:
         self.root = root
 
     def add(
-        self, name: str, source: str, kernels: str | None = None, *, dist: str = "", entry: str = "",
-        requires: str = "", value: int = 7,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        source: str,
+        kernels: str | None = None,
+        *,
+        dist: str = "",
+        entry: str = "",
+        requires: str = "",
+        value: int = 7,
+    ) -> None:
         dist = dist or f"hal-{name}"
         info = self.root / f"{dist.replace('-', '_')}-1.2.dist-info"
         info.mkdir()
@@ -117,8 +124,14 @@ class Snapshot:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in (
-            "HAL_BACKEND", "HAL_FALLBACK", "HAL_CHECKS", "HAL_PLUGINS", "HAL_LANE", "HAL_ENGINES", "HAL_TRACE",
-        ):  # fmt: skip
+            "HAL_BACKEND",
+            "HAL_FALLBACK",
+            "HAL_CHECKS",
+            "HAL_PLUGINS",
+            "HAL_LANE",
+            "HAL_ENGINES",
+            "HAL_TRACE",
+        ):
             # Set first: what a test's code puts there on its own is taken back as well.
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)

@@ -118,9 +118,14 @@ def test_an_absent_numpy_is_not_warned_of(arguments: list[str], tmp_path: Path) 
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     ran = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600,
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=600,
         check=False,
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
     assert ("Failed to initialize NumPy" in ran.stderr) == (arguments[-1] == "import torch"), ran.stderr
 

@@ -39,7 +39,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
-def captured(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Is a graph being captured on `device`'s current stream?"""
     if device.type == "cpu":
         return False

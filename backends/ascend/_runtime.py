@@ -59,9 +59,12 @@ def stage(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers
         else:
             plan = kvplan.copies(host, buffer, theirs[chosen], local, layers, inside)
         pieces = list(
-            zip(_bytes(dst if out else buffer, plan.dst, plan.sizes),
-                _bytes(buffer if out else src, plan.src, plan.sizes), strict=True)
-        )  # fmt: skip
+            zip(
+                _bytes(dst if out else buffer, plan.dst, plan.sizes),
+                _bytes(buffer if out else src, plan.src, plan.sizes),
+                strict=True,
+            )
+        )
         for i in range(0, len(pieces), BATCH):
             _copy(*map(list, zip(*pieces[i : i + BATCH], strict=True)))
         if not out:

@@ -58,14 +58,14 @@ def cases() -> Iterator[Case]:
         pages = {"bs": 64, "requests": 64, "width": 4096, "index": i, "lens": i, "out": i}
         for page in (1, 16, 64):
             table = {**pages, "page_size": page, "pages": 4096 // page}
-            yield of("build_page_table", f"bs64-{i}-page{page}", _entries, _paged, **table)
+            yield of("build_page_table", f"bs64-{i}-page{page}", _entries, _bytes_of_pages, **table)
         for page in (1, 16, 64, 128):
             kinds = {"lens": i, "last": i, "free": i, "out": i, "page_size": page, "spare": 0}
-            yield of("alloc_extend", f"bs64-{i}-page{page}", _capacity, _extended, **long, **kinds)
+            yield of("alloc_extend", f"bs64-{i}-page{page}", _capacity, _bytes_of_extend, **long, **kinds)
         # Every program counts the pages that the requests before its own open, half the batch on average: the only
         # other way is a second launch.
         params = {"bs": 256, "longest": 4096, **kinds, "page_size": 16}
-        yield of("alloc_decode", f"bs256-{i}", _capacity, _decoded, 2.5, **params)
+        yield of("alloc_decode", f"bs256-{i}", _capacity, _bytes_of_decode, 2.5, **params)
     shapes = {
         "llama3-8b": (32, 8, 128),
         "llama3-70b": (64, 8, 128),
@@ -82,63 +82,94 @@ def cases() -> Iterator[Case]:
             if name == "largest":
                 heads["n"] = 2
             yield of(
-                "kv_write", f"{name}-{dtype}-page{page}", _slots_of_k, _written, **heads, cache="paged", page_size=page
+                "kv_write",
+                f"{name}-{dtype}-page{page}",
+                _slots_of_k,
+                _bytes_of_write,
+                **heads,
+                cache="paged",
+                page_size=page,
             )
     for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
         mla = {"n": 64, "slots": 256, "lora_dim": 512, "rope_dim": 64, "dtype": dtype, "page_size": page}
-        yield of("mla_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _joined, **mla, cache="paged")
+        yield of("mla_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _bytes_of_mla_write, **mla, cache="paged")
         mla |= {"q_heads": 128, "interleaved": True, "cache": "paged"}
-        yield of("mla_rope_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _joined, **mla)
+        yield of("mla_rope_kv_write", f"deepseek-{dtype}-page{page}", _slots_of_k, _bytes_of_mla_write, **mla)
         norm = {"n": 160, "slots": 256, "dtype": dtype, "cache": "paged", "page_size": page}
         heads = {"q_heads": 32, "kv_heads": 4, "head_dim": 128}
-        yield of("qk_norm_rope_kv_write", f"qwen3-30b-a3b-{dtype}-page{page}", _slots_of_k, _normed, **norm, **heads)
+        yield of(
+            "qk_norm_rope_kv_write",
+            f"qwen3-30b-a3b-{dtype}-page{page}",
+            _slots_of_k,
+            _bytes_of_norm_rope,
+            **norm,
+            **heads,
+        )
     heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 2048, "dtype": "fp32", "n": 160, "slots": 160}
     pairs = {**heads, "head_dim": 512, "interleaved": True}
-    yield of("qk_norm_rope_kv_write", "largest-fp32", _slots_of_k, _normed, **heads)
-    yield of("qk_norm_rope_kv_write", "largest-fp32-interleaved", _slots_of_k, _normed, **pairs)
+    yield of("qk_norm_rope_kv_write", "largest-fp32", _slots_of_k, _bytes_of_norm_rope, **heads)
+    yield of("qk_norm_rope_kv_write", "largest-fp32-interleaved", _slots_of_k, _bytes_of_norm_rope, **pairs)
     narrow = {**pairs, "q_heads": 32, "head_dim": 128, "dtype": "bf16"}
-    yield of("qk_norm_rope_kv_write", "llama3-8b-bf16-interleaved", _slots_of_k, _normed, **narrow)
-    yield of("qk_norm_rope_kv_write", "largest-fp32-tail", _slots_of_k, _normed, **heads, rotary_dim=64)
+    yield of("qk_norm_rope_kv_write", "llama3-8b-bf16-interleaved", _slots_of_k, _bytes_of_norm_rope, **narrow)
+    yield of("qk_norm_rope_kv_write", "largest-fp32-tail", _slots_of_k, _bytes_of_norm_rope, **heads, rotary_dim=64)
     for page, layout in ((1, "layer_first"), (16, "page_first_direct"), (64, "page_head"), (128, "page_first")):
         rows = {"n": 128, "num_layers": 32, "heads": 8, "head_dim": 128, "slots": 256, "room": 8}
         name = f"mha-8x128-{layout}-page{page}"
-        yield of("kv_move", name, _slots, _moved, **rows, layout=layout, page=page)
+        yield of("kv_move", name, _slots, _bytes_of_move, **rows, layout=layout, page=page)
     attend = {"cache": "paged", "slots": 4096, "bs": 8, "longest": 256, "lengths": "full"}
     for name, (q_heads, kv_heads, head_dim) in shapes.items():
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
             heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
             yield of(
-                "decode_attention", f"{name}-{dtype}-page{page}", _keys, _attended, **attend, **heads, page_size=page
+                "decode_attention",
+                f"{name}-{dtype}-page{page}",
+                _keys,
+                _bytes_of_attention,
+                **attend,
+                **heads,
+                page_size=page,
             )
     heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "bs": 1, "longest": 16}
-    yield of("decode_attention", "largest-fp32", _keys, _attended, **{**attend, **heads}, q_heads=1, head_dim=2048)
+    yield of(
+        "decode_attention", "largest-fp32", _keys, _bytes_of_attention, **{**attend, **heads}, q_heads=1, head_dim=2048
+    )
     # Four query heads of such a width fill a tile, and k is read again for every tile, and as v.
     mla = {**attend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
-    yield of("decode_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
+    yield of("decode_attention", "mla-16-heads-bf16", _keys, _bytes_of_attention, 8.0, **{**mla, "dtype": "bf16"})
     for dtype, page in (("bf16", 16), ("fp32", 128)):
         kind = {"dtype": dtype, "page_size": page, "logit_cap": 0.0, "bs": 8, "longest": 256}
-        yield of("decode_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind})
+        yield of(
+            "decode_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _bytes_of_attention, 8.0, **{**mla, **kind}
+        )
     # Eight new tokens are 1 to 4 tiles, and each copies the keys that it sees.
     extend = {**attend, "longest": 8, "prefix": 120}
     for name, (q_heads, kv_heads, head_dim) in shapes.items():
         for dtype, page in (("bf16", 16), ("fp16", 1), ("fp32", 128)):
             heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
             yield of(
-                "extend_attention", f"{name}-{dtype}-page{page}", _keys, _attended, 3.0, **extend, **heads,
+                "extend_attention",
+                f"{name}-{dtype}-page{page}",
+                _keys,
+                _bytes_of_attention,
+                3.0,
+                **extend,
+                **heads,
                 page_size=page,
-            )  # fmt: skip
+            )
     # One token a tile, of the widest heads; of MLA a tile for every four heads, and k again as v.
     heads = {"kv_heads": 1, "dtype": "fp32", "logit_cap": 5.0, "sliding_window": 8, "bs": 1, "longest": 4, "prefix": 4}
     widest = {**extend, **heads, "q_heads": 1, "head_dim": 2048}
-    yield of("extend_attention", "largest-fp32", _keys, _attended, 3.0, **widest)
+    yield of("extend_attention", "largest-fp32", _keys, _bytes_of_attention, 3.0, **widest)
     narrow = {**extend, **heads, "q_heads": 1, "head_dim": 8}
-    yield of("extend_attention", "narrow-fp32", _keys, _attended, **narrow)
+    yield of("extend_attention", "narrow-fp32", _keys, _bytes_of_attention, **narrow)
     mla = {**extend, **heads, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
-    yield of("extend_attention", "mla-16-heads-bf16", _keys, _attended, 8.0, **{**mla, "dtype": "bf16"})
+    yield of("extend_attention", "mla-16-heads-bf16", _keys, _bytes_of_attention, 8.0, **{**mla, "dtype": "bf16"})
     for dtype, page in (("bf16", 16), ("fp32", 128)):
         kind = {"dtype": dtype, "page_size": page, "bs": 8, "longest": 8, "prefix": 120}
         kind |= {"logit_cap": 0.0, "sliding_window": -1}
-        yield of("extend_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _attended, 8.0, **{**mla, **kind})
+        yield of(
+            "extend_attention", f"mla-16-heads-{dtype}-page{page}", _keys, _bytes_of_attention, 8.0, **{**mla, **kind}
+        )
     yield rope("llama3-8b-bf16-page1", 32, 8, 128, page_size=1, cache="paged")
     yield rope("llama3-8b-bf16-interleaved", 32, 8, 128, interleaved=True)
     yield rope("partial-rotary-256", 16, 16, 256, rotary_dim=128)
@@ -215,23 +246,23 @@ def _blocks(a: dict[str, Any]) -> int:
     return index + used * int(a["block_table"].element_size()) + n * int(a["out"].element_size())
 
 
-def _paged(a: dict[str, Any]) -> int:
+def _bytes_of_pages(a: dict[str, Any]) -> int:
     used = int((-(-a["kv_lens"] // a["page_size"])).clamp(min=0).sum())
     return _bytes(a["req_pool_indices"], a["kv_lens"], a["out"]) + 4 * used
 
 
-def _extended(a: dict[str, Any]) -> int:
+def _bytes_of_extend(a: dict[str, Any]) -> int:
     # Of last_loc only those whose page is open are looked at.
     looked = int((a["prefix_lens"] % a["page_size"] > 0).sum()) * a["last_loc"].element_size()
     return _bytes(a["prefix_lens"], a["seq_lens"], a["free_pages"], a["out"]) + int(looked) + 8
 
 
-def _decoded(a: dict[str, Any]) -> int:
+def _bytes_of_decode(a: dict[str, Any]) -> int:
     looked = int(((a["seq_lens"] - 1) % a["page_size"] > 0).sum()) * a["last_loc"].element_size()
     return _bytes(a["seq_lens"], a["free_pages"], a["out"]) + int(looked) + 8
 
 
-def _written(a: dict[str, Any]) -> int:
+def _bytes_of_write(a: dict[str, Any]) -> int:
     return 2 * _bytes(a["k"], a["v"]) + _bytes(a["slots"])
 
 
@@ -239,7 +270,7 @@ def _keys(a: dict[str, Any]) -> int:
     return int(a["kv_indices"].numel())
 
 
-def _attended(a: dict[str, Any]) -> int:
+def _bytes_of_attention(a: dict[str, Any]) -> int:
     cache = a["k_cache"]
     row = cache.shape[-2] * cache.shape[-1] * cache.element_size()
     shared = a["v_cache"].data_ptr() == cache.data_ptr()
@@ -248,7 +279,7 @@ def _attended(a: dict[str, Any]) -> int:
     return own + int(row) * int(a["kv_indices"].numel())
 
 
-def _joined(a: dict[str, Any]) -> int:
+def _bytes_of_mla_write(a: dict[str, Any]) -> int:
     if "q_rope" in a:
         from hal.ops.mla_rope_kv_write import as_rope_kv_write
 
@@ -256,14 +287,14 @@ def _joined(a: dict[str, Any]) -> int:
     return 2 * _bytes(a["kv_lora"], a["k_rope"]) + _bytes(a["slots"])
 
 
-def _normed(a: dict[str, Any]) -> int:
+def _bytes_of_norm_rope(a: dict[str, Any]) -> int:
     # What rope leaves alone is normed all the same.
     n, angles = a["q"].shape[0], a["cos_sin_cache"]
     rows = 2 * _bytes(a["q"]) + 3 * _bytes(a["k"]) + 2 * _bytes(a["v"]) + _bytes(a["positions"], a["slots"])
     return rows + int(n) * int(angles.shape[1]) * int(angles.element_size()) + _bytes(a["q_weight"], a["k_weight"])
 
 
-def _moved(a: dict[str, Any]) -> int:
+def _bytes_of_move(a: dict[str, Any]) -> int:
     pool = a["pool"]
     row = sum(p.row_bytes for p in pool.planes()) * pool.num_layers
     return int(4 * row * a["src_slots"].shape[0]) + 2 * _bytes(a["src_slots"], a["dst_slots"])

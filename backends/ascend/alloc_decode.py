@@ -64,7 +64,16 @@ def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_si
     programs, share = shares(max(1, bs), out.device, least=32)
     _alloc_decode(
         (programs,),
-        seq_lens, last_loc, free_pages, out.view(torch.int32), result, bs, free_pages.shape[0], page_size, share,
-        BLOCK=BLOCK, WORDS=out.element_size() // 4,
-    )  # fmt: skip
+        seq_lens,
+        last_loc,
+        free_pages,
+        out.view(torch.int32),
+        result,
+        bs,
+        free_pages.shape[0],
+        page_size,
+        share,
+        BLOCK=BLOCK,
+        WORDS=out.element_size() // 4,
+    )
     return result

@@ -83,9 +83,19 @@ def alloc_extend(
     programs, share = shares(max(1, capacity), out.device)
     _alloc_extend(
         (programs,),
-        prefix_lens, seq_lens, last_loc, free_pages, out.view(torch.int32), result,
-        prefix_lens.shape[0], free_pages.shape[0], page_size, capacity, share,
+        prefix_lens,
+        seq_lens,
+        last_loc,
+        free_pages,
+        out.view(torch.int32),
+        result,
+        prefix_lens.shape[0],
+        free_pages.shape[0],
+        page_size,
+        capacity,
+        share,
         # A run costs an operation on the whole block: short blocks for short pages.
-        BLOCK=min(1024, max(64, pow2(page_size))), WORDS=out.element_size() // 4,
-    )  # fmt: skip
+        BLOCK=min(1024, max(64, pow2(page_size))),
+        WORDS=out.element_size() // 4,
+    )
     return result

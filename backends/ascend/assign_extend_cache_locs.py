@@ -59,8 +59,18 @@ def assign_extend_cache_locs(
     programs, share = shares(capacity, out.device)
     _assign(
         (programs,),
-        req_to_token, req_pool_indices, start_offsets, end_offsets, out.view(torch.int32),
-        start_offsets.shape[0], capacity, share, req_to_token.stride(0), height if width else 0, width,
-        BLOCK=BLOCK, WORDS=out.element_size() // 4,
-    )  # fmt: skip
+        req_to_token,
+        req_pool_indices,
+        start_offsets,
+        end_offsets,
+        out.view(torch.int32),
+        start_offsets.shape[0],
+        capacity,
+        share,
+        req_to_token.stride(0),
+        height if width else 0,
+        width,
+        BLOCK=BLOCK,
+        WORDS=out.element_size() // 4,
+    )
     return out

@@ -92,9 +92,20 @@ def build_kv_indices(
     indptr = given_indptr if kv_indptr is None else kv_indptr.view(torch.int32)
     _kv_indices(
         (max(1, min(vector_cores(out.device), cdiv(capacity, BLOCK))),),
-        req_to_token, req_pool_indices, kv_lens, indptr, out.view(torch.int32), kv_start,
-        kv_lens.shape[0], capacity, req_to_token.stride(0), height if width else 0, width,
-        BLOCK=BLOCK, WORDS=out.element_size() // 4,
-        SUMS=1 if kv_indptr is None else kv_indptr.element_size() // 4, GIVEN=given,
-    )  # fmt: skip
+        req_to_token,
+        req_pool_indices,
+        kv_lens,
+        indptr,
+        out.view(torch.int32),
+        kv_start,
+        kv_lens.shape[0],
+        capacity,
+        req_to_token.stride(0),
+        height if width else 0,
+        width,
+        BLOCK=BLOCK,
+        WORDS=out.element_size() // 4,
+        SUMS=1 if kv_indptr is None else kv_indptr.element_size() // 4,
+        GIVEN=given,
+    )
     return out

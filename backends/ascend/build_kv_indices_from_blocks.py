@@ -91,9 +91,19 @@ def build_kv_indices_from_blocks(
     block = min(1024, max(64, pow2(page_size)))
     _kv_indices_from_blocks(
         (max(1, min(vector_cores(out.device), cdiv(capacity, block))),),
-        block_table, kv_lens, kv_indptr.view(torch.int32), out.view(torch.int32), kv_start,
-        kv_lens.shape[0], capacity, block_table.stride(0), columns, page_size,
+        block_table,
+        kv_lens,
+        kv_indptr.view(torch.int32),
+        out.view(torch.int32),
+        kv_start,
+        kv_lens.shape[0],
+        capacity,
+        block_table.stride(0),
+        columns,
+        page_size,
         2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1),
-        BLOCK=block, WORDS=out.element_size() // 4, SUMS=kv_indptr.element_size() // 4,
-    )  # fmt: skip
+        BLOCK=block,
+        WORDS=out.element_size() // 4,
+        SUMS=kv_indptr.element_size() // 4,
+    )
     return out

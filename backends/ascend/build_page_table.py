@@ -71,9 +71,12 @@ def build_page_table(
     single = page_size == 1
     block = min(1024 if single else 64, max(8, pow2(pages)))
     words = out.element_size() // 4
+    table = (req_to_token.stride(0), height if width else 0, width)
+    static = {"BLOCK": block, "WORDS": words, "SINGLE": single}
     _page_table(
         (min(vector_cores(out.device), bs * cdiv(pages, block)),),
-        req_to_token, req_pool_indices, kv_lens, out.view(torch.int32), bs, pages, req_to_token.stride(0),
-        height if width else 0, width, page_size, out.stride(0) * words, BLOCK=block, WORDS=words, SINGLE=single,
-    )  # fmt: skip
+        *(req_to_token, req_pool_indices, kv_lens, out.view(torch.int32)),
+        *(bs, pages, *table, page_size, out.stride(0) * words),
+        **static,
+    )
     return out

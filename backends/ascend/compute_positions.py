@@ -56,8 +56,15 @@ def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr
     programs, share = shares(max(1, capacity), out.device)
     _positions(
         (programs,),
-        prefix_lens, seq_lens, out.view(torch.int32), None if indptr is None else indptr.view(torch.int32),
-        prefix_lens.shape[0], capacity, share,
-        BLOCK=BLOCK, WORDS=out.element_size() // 4, SUMS=0 if indptr is None else indptr.element_size() // 4,
-    )  # fmt: skip
+        prefix_lens,
+        seq_lens,
+        out.view(torch.int32),
+        None if indptr is None else indptr.view(torch.int32),
+        prefix_lens.shape[0],
+        capacity,
+        share,
+        BLOCK=BLOCK,
+        WORDS=out.element_size() // 4,
+        SUMS=0 if indptr is None else indptr.element_size() // 4,
+    )
     return out

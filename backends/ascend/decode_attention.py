@@ -20,10 +20,12 @@ from hal.backends.ascend.rope_kv_write import cache_refusal
 from hal.kv.view import count_slots, strides
 from hal.triton import launch
 
-INTS = (
-    "bs", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
-    "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
-)  # fmt: skip
+INTS = tuple(
+    """
+    bs nnz num_slots page window q_token q_head kc_page kc_token kc_head vc_page vc_token vc_head o_token o_head
+    l_token
+    """.split()
+)
 
 
 @launch.jit(do_not_specialize=("q", "k_cache", "v_cache", "indptr", "indices", "out", "lse", "scale", "cap", *INTS))
@@ -98,11 +100,20 @@ def _decode_attention(
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor | None = None, lse: Tensor | None = None, *,
-    scale: float, sliding_window: int = -1, logit_cap: float = 0.0,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
     """The contract is `hal.ops.decode_attention`'s; no fp8 cache, so no scale is read."""
     bs, q_heads, _head_dim = q.shape
     kv_heads, v_dim = v_cache.shape[-2:]
@@ -114,14 +125,16 @@ def decode_attention(
     group = q_heads // kv_heads
     # A cap takes the unified buffer beyond what is left to the compiler.
     tile = tiling(q, k_cache, v_cache, group, pieces=logit_cap <= 0)
+    strides_of_all = (*q.stride()[:2], *strides(k_cache), *strides(v_cache), *out.stride()[:2])
+    dims = {"KV_HEADS": kv_heads, "GROUP": group, "TILE": tile.rows, "CAP": logit_cap > 0, "LSE": lse is not None}
     _decode_attention(
         (min(tile.cores, bs * kv_heads * cdiv(group, tile.rows)),),
-        q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
-        *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TILE=tile.rows, CAP=logit_cap > 0, LSE=lse is not None,
+        *(q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap)),
+        *(bs, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz)),
+        *(*strides_of_all, 0 if lse is None else lse.stride(0)),
+        **dims,
         **{"PIECES": False, **tile.static},
-    )  # fmt: skip
+    )
     return out
 
 

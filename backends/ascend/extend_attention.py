@@ -22,10 +22,12 @@ from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "bs", "n", "nnz", "num_slots", "page", "window", "q_token", "q_head", "kc_page", "kc_token", "kc_head",
-    "vc_page", "vc_token", "vc_head", "o_token", "o_head", "l_token",
-)  # fmt: skip
+INTS = tuple(
+    """
+    bs n nnz num_slots page window q_token q_head kc_page kc_token kc_head vc_page vc_token vc_head o_token o_head
+    l_token
+    """.split()
+)
 
 
 @triton.jit
@@ -68,11 +70,7 @@ def _put(
             tl.store(to + i * token_step + few * head_step + column, one, mask=(few < these) & (column < DIM))
 
 
-@launch.jit(
-    do_not_specialize=(
-        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "indices", "out", "lse", "scale", "cap", *INTS
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize=(*"q k_cache v_cache qo_indptr kv_indptr indices out lse scale cap".split(), *INTS))
 @shared_writes("out", "lse")  # a row of several requests gets the result of one of them
 def _extend_attention(
     q, k_cache, v_cache, qo_indptr, kv_indptr, indices, out, lse, scale, cap,
@@ -157,11 +155,22 @@ def _extend_attention(
 
 
 def extend_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor | None = None, lse: Tensor | None = None, *,
-    scale: float, causal: bool = True, sliding_window: int = -1, logit_cap: float = 0.0,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Tensor:
     """The contract is `hal.ops.extend_attention`'s; no fp8 cache, so no scale is read."""
     n, q_heads, _head_dim = q.shape
     kv_heads, v_dim = v_cache.shape[-2:]
@@ -177,15 +186,18 @@ def extend_attention(
     # By pieces one token a tile, whose mask would not fit.
     heads = tile.rows if "PIECES" in tile.static else min(pow2(group), tile.rows)
     tokens = tile.rows // heads
+    strides_of_all = (*q.stride()[:2], *strides(k_cache), *strides(v_cache), *out.stride()[:2])
+    dims = {"KV_HEADS": kv_heads, "GROUP": group, "TOKENS": tokens, "HEADS": heads, "CAP": logit_cap > 0}
+    flags = {"CAUSAL": causal, "WINDOW": sliding_window >= 0, "LSE": lse is not None}
     _extend_attention(
         (min(tile.cores, (cdiv(n, tokens) + bs) * kv_heads * cdiv(group, heads)),),
-        q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap),
-        bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz), q.stride(0), q.stride(1),
-        *strides(k_cache), *strides(v_cache), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, TOKENS=tokens, HEADS=heads, CAP=logit_cap > 0, CAUSAL=causal,
-        WINDOW=sliding_window >= 0, LSE=lse is not None,
+        *(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, float(scale), float(logit_cap)),
+        *(bs, n, nnz, count_slots(k_cache), tile.page, min(sliding_window, nnz)),
+        *(*strides_of_all, 0 if lse is None else lse.stride(0)),
+        **dims,
+        **flags,
         **{"PIECES": False, **tile.static},
-    )  # fmt: skip
+    )
     return out
 
 

@@ -50,7 +50,15 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
     height, width = req_to_token.shape
     _get_last_loc(
         (min(cores, cdiv(n, block)),),
-        req_to_token, req_pool_indices, prefix_lens, out.view(torch.int32), n, req_to_token.stride(0),
-        height if width else 0, width, BLOCK=block, WORDS=out.element_size() // 4,
-    )  # fmt: skip
+        req_to_token,
+        req_pool_indices,
+        prefix_lens,
+        out.view(torch.int32),
+        n,
+        req_to_token.stride(0),
+        height if width else 0,
+        width,
+        BLOCK=block,
+        WORDS=out.element_size() // 4,
+    )
     return out

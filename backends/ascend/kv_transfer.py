@@ -18,15 +18,16 @@ from torch import Tensor
 
 from hal._errors import HalError
 from hal.backends.ascend import _runtime
-from hal.backends.ascend._device import TILE_BYTES, captured, current, pow2, slots_on, vector_cores
+from hal.backends.ascend._device import TILE_BYTES, current, is_capturing, pow2, slots_on, vector_cores
 from hal.kv.pool import KVPool
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "n", "src_size", "dst_size", "src_page", "dst_page", "layers",
-    "s_page", "s_token", "s_layer", "s_chunk", "d_page", "d_token", "d_layer", "d_chunk",
-)  # fmt: skip
+INTS = tuple(
+    """
+    n src_size dst_size src_page dst_page layers s_page s_token s_layer s_chunk d_page d_token d_layer d_chunk
+    """.split()
+)
 
 
 @launch.jit(do_not_specialize=("src", "dst", "src_slots", "dst_slots", *INTS))
@@ -68,7 +69,7 @@ def kv_transfer(
     if not todo or src_slots.shape[0] == 0 or not src.num_slots or not dst.num_slots:
         return
     there = dst.device if src.device.type == "cpu" else src.device
-    if src_slots.device.type == "cpu" and captured(there):
+    if src_slots.device.type == "cpu" and is_capturing(there):
         raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")
     if src.device != dst.device or method == "direct":
         with current(there):
@@ -115,11 +116,22 @@ def _move(
         sizes = [sizes[packed == "src"]] * 2
     _move_rows(
         (min(n, vector_cores(src.device)),),
-        a.view(word), b.view(word), src_slots, dst_slots, n, *sizes,
-        src.page_size, dst.page_size, layers,
+        a.view(word),
+        b.view(word),
+        src_slots,
+        dst_slots,
+        n,
+        *sizes,
+        src.page_size,
+        dst.page_size,
+        layers,
         *(step // word.itemsize for step in (*x.steps(chunks), *y.steps(chunks))),
-        CHUNKS=chunks, WORDS=words, LAYER_TILE=rows, TILE=tile, PACKED=packed,
-    )  # fmt: skip
+        CHUNKS=chunks,
+        WORDS=words,
+        LAYER_TILE=rows,
+        TILE=tile,
+        PACKED=packed,
+    )
 
 
 def through(

@@ -19,10 +19,11 @@ from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "n", "num_slots", "page", "k_token", "k_head", "v_token", "v_head",
-    "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head",
-)  # fmt: skip
+INTS = tuple(
+    """
+    n num_slots page k_token k_head v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head
+    """.split()
+)
 
 
 @launch.jit(do_not_specialize=("k", "v", "k_cache", "v_cache", "slots", *INTS))
@@ -52,9 +53,15 @@ def _kv_write(
 
 
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
     """The contract is `hal.ops.kv_write`'s; no fp8 cache, so no scale is read."""
     n, heads, head_dim = k.shape
     v_dim = v.shape[2]
@@ -62,13 +69,10 @@ def kv_write(
     if n == 0 or num_slots == 0:
         return
     b_k, b_v = pow2(head_dim), pow2(v_dim)
-    _kv_write(
-        (min(n, vector_cores(k.device)),),
-        k, v, k_cache, v_cache, slots, n, num_slots, page, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *strides(k_cache), *strides(v_cache),
-        HEADS=heads, K_DIM=head_dim, V_DIM=v_dim, B_K=b_k, B_V=b_v,
-        TILE=max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v))),
-    )  # fmt: skip
+    sizes = (n, num_slots, page, *k.stride()[:2], *v.stride()[:2], *strides(k_cache), *strides(v_cache))
+    tile = max(1, min(pow2(heads), TILE_BYTES // k.element_size() // max(b_k, b_v)))
+    static = {"HEADS": heads, "K_DIM": head_dim, "V_DIM": v_dim, "B_K": b_k, "B_V": b_v, "TILE": tile}
+    _kv_write((min(n, vector_cores(k.device)),), k, v, k_cache, v_cache, slots, *sizes, **static)
 
 
 def supports(sig: Any) -> str | None:

@@ -22,10 +22,12 @@ from hal.kv.view import count_slots, strides
 from hal.lowered import shared_writes
 from hal.triton import launch
 
-INTS = (
-    "n", "max_positions", "num_slots", "page", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",
-    "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head",
-)  # fmt: skip
+INTS = tuple(
+    """
+    n max_positions num_slots page q_token q_head k_token k_head v_token v_head kc_page kc_token kc_head vc_page
+    vc_token vc_head
+    """.split()
+)
 TENSORS = ("q", "k", "v", "cos_sin", "positions", "k_cache", "v_cache", "slots")
 
 

@@ -83,7 +83,17 @@ def write_req_to_token(
     programs, share = shares(capacity, src.device)
     _write(
         (programs,),
-        req_to_token, req_pool_indices, start_offsets, end_offsets, src.view(torch.int32),
-        start_offsets.shape[0], capacity, share, req_to_token.stride(0), height, width,
-        BLOCK=BLOCK, WORDS=src.element_size() // 4,
-    )  # fmt: skip
+        req_to_token,
+        req_pool_indices,
+        start_offsets,
+        end_offsets,
+        src.view(torch.int32),
+        start_offsets.shape[0],
+        capacity,
+        share,
+        req_to_token.stride(0),
+        height,
+        width,
+        BLOCK=BLOCK,
+        WORDS=src.element_size() // 4,
+    )

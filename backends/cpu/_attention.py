@@ -53,9 +53,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, sc
             .view(1, 1, *seen.shape)
         )
     out, lse = _fused(
-        q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), 0.0, causal,
-        attn_mask=mask, scale=scale,
-    )  # fmt: skip
+        q.unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        0.0,
+        causal,
+        attn_mask=mask,
+        scale=scale,
+    )
     out, lse = out[0], lse[0]
     if seen is not None:
         none = ~seen.any(dim=-1)

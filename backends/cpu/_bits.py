@@ -79,7 +79,7 @@ class Pointer(types.Type):  # type: ignore[misc]
 POINTER = {kind: Pointer(kind) for kind in FORMATS}
 
 
-def typed(words: list[str]) -> list[Any]:
+def types_of(words: list[str]) -> list[Any]:
     """The types that words name: ``int``, ``float``, ``bool``, and formats for pointers."""
     scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
     return [scalars.get(w) or POINTER[w] for w in words]
@@ -196,9 +196,7 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         line = ir.VectorType(I64, LINE // 8).as_pointer()
-        put = b.store(
-            b.load(b.bitcast(args[1], line), align=1), b.bitcast(args[0], line), align=LINE
-        )  # fmt: skip
+        put = b.store(b.load(b.bitcast(args[1], line), align=1), b.bitcast(args[0], line), align=LINE)
         put.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
 
     return types.void(dst, src), codegen

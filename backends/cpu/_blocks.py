@@ -73,8 +73,12 @@ def _kernel(  # type: ignore[no-untyped-def]
             h = item % kv_heads
             mine = shift(table, item // kv_heads * 5)
             t_first, t_last, stop, first, length = (
-                load(mine, 0), load(mine, 1), load(mine, 2), load(mine, 3), load(mine, 4),
-            )  # fmt: skip
+                load(mine, 0),
+                load(mine, 1),
+                load(mine, 2),
+                load(mine, 3),
+                load(mine, 4),
+            )
             keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
             rows = (t_last - t_first) * group
             padded = (rows + step - 1) // step * step
@@ -124,9 +128,11 @@ def _kernel(  # type: ignore[no-untyped-def]
                         continue
                     seen = (seen + 63) // 64 * 64
                     all_ = (
-                        whole_ and seen <= count and not (causal and own_0 < seen - 1)
+                        whole_
+                        and seen <= count
+                        and not (causal and own_0 < seen - 1)
                         and not (window >= 0 and own_1 - window > 0)
-                    )  # fmt: skip
+                    )
                     if TILES:
                         tile_scores(
                             scores, width, cast(shift(query, r * (dim // 2)), "bf16"), cast(packed_k, "bf16"), seen, dim
@@ -179,9 +185,10 @@ def _kernel(  # type: ignore[no-untyped-def]
                         store(y, d, load(x, d) * by)
                 if lse_token:
                     store(
-                        cast(lse, "fp32"), t * lse_token + g,
+                        cast(lse, "fp32"),
+                        t * lse_token + g,
                         logsum(total, load(tops, i)) if total != 0.0 else np.float32(-np.inf),
-                    )  # fmt: skip
+                    )
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     numbers[0], listed[0] = 0.0, 0
@@ -199,9 +206,17 @@ kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
 
 def attend(
-    spans: list[tuple[int, int, int, int]], q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor,
-    out: Tensor, lse: Tensor | None, scale: float, sliding_window: int, causal: bool,
-) -> None:  # fmt: skip
+    spans: list[tuple[int, int, int, int]],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indices: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    sliding_window: int,
+    causal: bool,
+) -> None:
     """Requests of `extend_attention`: (first row of q, the row after its last, first of kv_indices, how many)."""
     heads, dim = q.shape[1:]
     kv_heads, v_dim = k_cache.shape[-2], v_cache.shape[-1]

@@ -10,9 +10,15 @@ from hal.backends.cpu._bits import HALF
 from hal.kv.view import strides
 
 FORMAT = {
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16",
-    torch.float16: HALF, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-}  # fmt: skip
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: HALF,
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
 """dtype -> the format of a kernel's pointer."""
 SAME, E4M3, E5M2 = 0, 1, 2
 KIND = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}

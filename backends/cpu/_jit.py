@@ -24,7 +24,7 @@ import torch
 
 from hal import _env
 from hal.backends.cpu import _amx, _files
-from hal.backends.cpu._bits import POINTER, typed
+from hal.backends.cpu._bits import POINTER, types_of
 from hal.backends.cpu._team import spread
 
 _lock = threading.Lock()
@@ -50,7 +50,7 @@ def _folder() -> Path | None:
     return folder if _folders[folder] else None
 
 
-def _cached(fn: Callable[..., Any]) -> Any:
+def _compile_cached(fn: Callable[..., Any]) -> Any:
     options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     folder = _folder()
     if folder is None:
@@ -106,7 +106,7 @@ class _Block:
                 fn = FunctionType(_from_block.__code__, {**globals(), "words_": words})
                 # numba names the file in its cache after it.
                 fn.__qualname__ = "block_" + hashlib.sha256(words.encode()).hexdigest()[:16]
-                dispatcher = _cached(fn)
+                dispatcher = _compile_cached(fn)
                 dispatcher.compile((POINTER["i64"],))
                 self.addresses[words] = _address_of(dispatcher.overloads[(POINTER["i64"],)])
                 self.kept.append(dispatcher)
@@ -164,14 +164,14 @@ class Kernel:
         return [given.get(t, t) for t in self.types]
 
     def _signature(self, variant: tuple[str, ...]) -> tuple[Any, ...]:
-        return tuple(typed(self._words(variant)))
+        return tuple(types_of(self._words(variant)))
 
     def _compile(self, variant: tuple[str, ...]) -> Any:
         signature = self._signature(variant)
         with _lock, _alone():
             if variant not in self._entries:
                 if self._dispatcher is None:
-                    self._dispatcher = _cached(self.fn)
+                    self._dispatcher = _compile_cached(self.fn)
                 self._dispatcher.compile(signature)
                 self._entries[variant] = self._dispatcher.overloads[signature].entry_point
         return self._entries[variant]

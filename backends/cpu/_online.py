@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from hal.backends.cpu import _pool
-from hal.backends.cpu._amx import (
-    begin_tiles,
-    end_tiles,
-    merge_dims,
-    pack_queries,
-    tile_dots,
-    tile_weigh,
-    tile_weights,
-)  # fmt: skip
+from hal.backends.cpu._amx import begin_tiles, end_tiles, merge_dims, pack_queries, tile_dots, tile_weigh, tile_weights
 from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
 from hal.backends.cpu._fma import LOG2E, dots, fetch, logsum, rescale, soften, weigh
@@ -130,9 +122,20 @@ def _kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                 else:
                     j, m = list_rows(
-                        low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row, here,
+                        low,
+                        high,
+                        indices,
+                        indices_64,
+                        num_slots,
+                        page,
+                        page_bits,
+                        k_page,
+                        k_row,
+                        v_page,
+                        v_row,
+                        here,
                         shift(here, BLOCK),
-                    )  # fmt: skip
+                    )
                 fresh = True
                 if not TILES or not m:
                     for d in range(parts * 4 * v_dim):
@@ -141,9 +144,20 @@ def _kernel(  # type: ignore[no-untyped-def]
                     padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
                     if not TILES:
                         j, ahead = list_rows(
-                            j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
-                            there, shift(there, BLOCK),
-                        )  # fmt: skip
+                            j,
+                            high,
+                            indices,
+                            indices_64,
+                            num_slots,
+                            page,
+                            page_bits,
+                            k_page,
+                            k_row,
+                            v_page,
+                            v_row,
+                            there,
+                            shift(there, BLOCK),
+                        )
                         if far:
                             fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
                     for part in range(parts):
@@ -155,9 +169,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                         if TILES:
                             for c in range(0, padded, 32):
                                 tile_dots(
-                                    shift(logits, 4 * c), cast(mine, "bf16"), dim, shift(k_by, c // LANES),
+                                    shift(logits, 4 * c),
+                                    cast(mine, "bf16"),
+                                    dim,
+                                    shift(k_by, c // LANES),
                                     shift(k_by, SPREAD + c // LANES),
-                                )  # fmt: skip
+                                )
                             for c in range(4 * m, 4 * padded):
                                 store(logits, c, np.float32(-np.inf))
                             tile_weights(p, logits, padded, tops, sums, keep, scale)
@@ -212,9 +229,10 @@ def _kernel(  # type: ignore[no-untyped-def]
                             store(y, d, load(x, d) * by)
                     if lse_token:
                         store(
-                            cast(lse, "fp32"), t * lse_token + h * group + g,
+                            cast(lse, "fp32"),
+                            t * lse_token + h * group + g,
                             logsum(total, load(ends, g)) if total != 0.0 else np.float32(-np.inf),
-                        )  # fmt: skip
+                        )
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     scratch[0], listed[0] = 0.0, 0
@@ -251,9 +269,19 @@ def _fits(
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor | None, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor, lse: Tensor | None, scale: float, sliding_window: int, logit_cap: float, causal: bool,
-) -> bool:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor | None,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    sliding_window: int,
+    logit_cap: float,
+    causal: bool,
+) -> bool:
     """Either op, for all requests of one query (qo_indptr None: all of them), or of few by `MOST`. False: not `fits`.
 
     A small batch waits for little else than this function: each attribute of a tensor is asked for once.

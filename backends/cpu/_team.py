@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from hal.backends.cpu._bits import F32, I8, I32, I64, POINTER, typed, types
+from hal.backends.cpu._bits import F32, I8, I32, I64, POINTER, types, types_of
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -61,7 +61,7 @@ def spread(typingctx: Any, block: Any, words: Any) -> Any:
     """
     if not isinstance(words, types.StringLiteral):
         raise TypingError("the types must be a literal")
-    kinds = typed(words.literal_value.split())
+    kinds = types_of(words.literal_value.split())
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         values = []

@@ -90,12 +90,12 @@ def sums(b: Any, x: Sequence[Any]) -> Any:
         half = size // 2
         low = [s + o + j for s in range(0, LANES, size) for o in (0, LANES) for j in range(half)]
         pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
-        found = [_joined(b, one, other, low, half) for one, other in pairs]
+        found = [_join(b, one, other, low, half) for one, other in pairs]
         size = half
     return found[0]
 
 
-def _joined(b: Any, x: Any, y: Any, low: Sequence[int], half: int) -> Any:
+def _join(b: Any, x: Any, y: Any, low: Sequence[int], half: int) -> Any:
     if x is None and y is None:
         return None
     none = number(0.0)

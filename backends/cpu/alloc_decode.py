@@ -43,7 +43,13 @@ def alloc_decode(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_si
     need_cpu("alloc_decode", seq_lens, last_loc, free_pages, out)
     total = torch.empty(1, dtype=torch.int64, device="cpu")
     kernel()(
-        seq_lens.shape[0], *index(seq_lens), *index(last_loc), *index(free_pages), free_pages.shape[0], page_size,
-        *index(out), total.data_ptr(),
-    )  # fmt: skip
+        seq_lens.shape[0],
+        *index(seq_lens),
+        *index(last_loc),
+        *index(free_pages),
+        free_pages.shape[0],
+        page_size,
+        *index(out),
+        total.data_ptr(),
+    )
     return total

@@ -17,7 +17,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, prefixes, prefixes_64, lens, lens_64, last, last_64, free, free_64, n, page_size, out, out_64, capacity, total
-):  # fmt: skip
+):
     at = 0
     needed = 0
     for i in range(bs):
@@ -63,7 +63,15 @@ def alloc_extend(
     need_cpu("alloc_extend", prefix_lens, seq_lens, last_loc, free_pages, out)
     total = torch.empty(1, dtype=torch.int64, device="cpu")
     kernel()(
-        prefix_lens.shape[0], *index(prefix_lens), *index(seq_lens), *index(last_loc), *index(free_pages),
-        free_pages.shape[0], page_size, *index(out), out.shape[0], total.data_ptr(),
-    )  # fmt: skip
+        prefix_lens.shape[0],
+        *index(prefix_lens),
+        *index(seq_lens),
+        *index(last_loc),
+        *index(free_pages),
+        free_pages.shape[0],
+        page_size,
+        *index(out),
+        out.shape[0],
+        total.data_ptr(),
+    )
     return total

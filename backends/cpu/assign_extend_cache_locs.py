@@ -47,11 +47,16 @@ def assign_extend_cache_locs(
 ) -> Tensor:
     need_cpu("assign_extend_cache_locs", req_to_token, req_pool_indices, start_offsets, end_offsets, out)
     rows, width = req_to_token.shape
-    kernel(
-        FORMAT[req_pool_indices.dtype], FORMAT[start_offsets.dtype], FORMAT[end_offsets.dtype], FORMAT[out.dtype]
-    )(
-        start_offsets.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0),
-        req_pool_indices.data_ptr(), start_offsets.data_ptr(), end_offsets.data_ptr(),
-        out.data_ptr(), out.shape[0],
-    )  # fmt: skip
+    kernel(FORMAT[req_pool_indices.dtype], FORMAT[start_offsets.dtype], FORMAT[end_offsets.dtype], FORMAT[out.dtype])(
+        start_offsets.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        req_pool_indices.data_ptr(),
+        start_offsets.data_ptr(),
+        end_offsets.data_ptr(),
+        out.data_ptr(),
+        out.shape[0],
+    )
     return out

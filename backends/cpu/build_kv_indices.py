@@ -53,15 +53,32 @@ kernel = Kernel(_kernel, "int i32 int int int u8 bool u8 bool bool u8 bool u8 bo
 
 
 def build_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Tensor | None = None, *, given_indptr: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    given_indptr: Tensor | None = None,
+) -> Tensor:
     given = given_indptr is not None
     indptr = given_indptr if given else kv_indptr
     need_cpu("build_kv_indices", req_to_token, req_pool_indices, kv_lens, indptr, out, kv_start)
     rows, width = req_to_token.shape
     kernel()(
-        kv_lens.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0), *index(req_pool_indices),
-        *index(kv_lens), given, *index(indptr), *index(out), out.shape[0], kv_start is not None, *index(kv_start),
-    )  # fmt: skip
+        kv_lens.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        *index(req_pool_indices),
+        *index(kv_lens),
+        given,
+        *index(indptr),
+        *index(out),
+        out.shape[0],
+        kv_start is not None,
+        *index(kv_start),
+    )
     return out

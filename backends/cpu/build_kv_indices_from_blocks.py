@@ -53,13 +53,28 @@ kernel = Kernel(_kernel, "int u8 bool int int u8 bool int u8 bool u8 bool int bo
 
 
 def build_kv_indices_from_blocks(
-    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor,
-    kv_start: Tensor | None = None, *, keep_last: int = -1,
-) -> Tensor:  # fmt: skip
+    block_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    keep_last: int = -1,
+) -> Tensor:
     need_cpu("build_kv_indices_from_blocks", block_table, kv_lens, kv_indptr, out, kv_start)
     kernel()(
-        kv_lens.shape[0], *index(block_table), block_table.shape[1], block_table.stride(0), *index(kv_lens), page_size,
-        *index(kv_indptr), *index(out), out.shape[0], kv_start is not None, *index(kv_start),
+        kv_lens.shape[0],
+        *index(block_table),
+        block_table.shape[1],
+        block_table.stride(0),
+        *index(kv_lens),
+        page_size,
+        *index(kv_indptr),
+        *index(out),
+        out.shape[0],
+        kv_start is not None,
+        *index(kv_start),
         LONGEST if keep_last < 0 else min(keep_last, LONGEST),
-    )  # fmt: skip
+    )
     return out

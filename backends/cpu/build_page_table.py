@@ -16,7 +16,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, table, rows, width, stride, requests, requests_64, lens, lens_64, page_size, out, out_64, columns, out_stride
-):  # fmt: skip
+):
     for i in range(bs):
         r = get(requests, requests_64, i)
         pages = 0
@@ -39,7 +39,16 @@ def build_page_table(
     need_cpu("build_page_table", req_to_token, req_pool_indices, kv_lens, out)
     rows, width = req_to_token.shape
     kernel()(
-        kv_lens.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0), *index(req_pool_indices),
-        *index(kv_lens), page_size, *index(out), out.shape[1], out.stride(0),
-    )  # fmt: skip
+        kv_lens.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        *index(req_pool_indices),
+        *index(kv_lens),
+        page_size,
+        *index(out),
+        out.shape[1],
+        out.stride(0),
+    )
     return out

@@ -37,7 +37,12 @@ kernel = Kernel(_kernel, "int u8 bool u8 bool u8 bool int bool u8 bool")
 def compute_positions(prefix_lens: Tensor, seq_lens: Tensor, out: Tensor, indptr: Tensor | None = None) -> Tensor:
     need_cpu("compute_positions", prefix_lens, seq_lens, out, indptr)
     kernel()(
-        prefix_lens.shape[0], *index(prefix_lens), *index(seq_lens), *index(out), out.shape[0],
-        indptr is not None, *index(indptr),
-    )  # fmt: skip
+        prefix_lens.shape[0],
+        *index(prefix_lens),
+        *index(seq_lens),
+        *index(out),
+        out.shape[0],
+        indptr is not None,
+        *index(indptr),
+    )
     return out

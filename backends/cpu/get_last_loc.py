@@ -32,7 +32,13 @@ def get_last_loc(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Te
     out = torch.empty_like(prefix_lens)
     rows, width = req_to_token.shape
     kernel(FORMAT[req_pool_indices.dtype], FORMAT[prefix_lens.dtype])(
-        out.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0),
-        req_pool_indices.data_ptr(), prefix_lens.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+        out.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        req_pool_indices.data_ptr(),
+        prefix_lens.data_ptr(),
+        out.data_ptr(),
+    )
     return out

@@ -62,9 +62,20 @@ def kv_move(
             bases = array("q", p.bases[first : min(first + room, todo.stop)])
             for back in (False, True):
                 run(
-                    kernel, (), n, 2 * len(bases) * p.row_bytes,
+                    kernel,
+                    (),
+                    n,
+                    2 * len(bases) * p.row_bytes,
                     (
-                        *slots, p.page_stride, p.token_stride, bases.buffer_info()[0], len(bases), p.chunks,
-                        p.chunk_stride, p.chunk_bytes, workspace.data_ptr(), back,
+                        *slots,
+                        p.page_stride,
+                        p.token_stride,
+                        bases.buffer_info()[0],
+                        len(bases),
+                        p.chunks,
+                        p.chunk_stride,
+                        p.chunk_bytes,
+                        workspace.data_ptr(),
+                        back,
                     ),
-                )  # fmt: skip
+                )

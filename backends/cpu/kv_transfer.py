@@ -58,8 +58,10 @@ def _pieces(  # type: ignore[no-untyped-def]
                 for h in range(last):
                     _copy(
                         dst + i * d_outer + j * d_inner + (g + h) * d_piece,
-                        src + i * s_outer + j * s_inner + (g + h) * s_piece, size, streamed,
-                    )  # fmt: skip
+                        src + i * s_outer + j * s_inner + (g + h) * s_piece,
+                        size,
+                        streamed,
+                    )
 
 
 @inline
@@ -77,9 +79,20 @@ def _block(  # type: ignore[no-untyped-def]
     step = max(1, NEAR // (layers * pieces * size)) if pieces > 1 else tokens
     for first in range(0, tokens, step):
         _pieces(
-            src + first * s_token, dst + first * d_token, min(step, tokens - first), s_token, d_token,
-            layers, s_layer, d_layer, pieces, s_piece, d_piece, size, streamed,
-        )  # fmt: skip
+            src + first * s_token,
+            dst + first * d_token,
+            min(step, tokens - first),
+            s_token,
+            d_token,
+            layers,
+            s_layer,
+            d_layer,
+            pieces,
+            s_piece,
+            d_piece,
+            size,
+            streamed,
+        )
 
 
 def _kernel(  # type: ignore[no-untyped-def]
@@ -113,10 +126,20 @@ def _kernel(  # type: ignore[no-untyped-def]
             d_at = d // d_page * d_page_stride + d % d_page * d_token
             for m in range(1 if uniform else layers):
                 _block(
-                    load(src_bases, m) + s_at, load(dst_bases, m) + d_at, tokens, s_token, d_token,
-                    layers if uniform else 1, s_layer, d_layer, pieces, s_piece, d_piece, size,
+                    load(src_bases, m) + s_at,
+                    load(dst_bases, m) + d_at,
+                    tokens,
+                    s_token,
+                    d_token,
+                    layers if uniform else 1,
+                    s_layer,
+                    d_layer,
+                    pieces,
+                    s_piece,
+                    d_piece,
+                    size,
                     streamed,
-                )  # fmt: skip
+                )
         if streamed:
             fence()
         begin = next_turn(counter, grain) if grain else n
@@ -149,13 +172,24 @@ def kv_transfer(
             x % LINE == 0 for x in (size, b.page_stride, b.token_stride, *b_bases, b_args[-1])
         )
         run(
-            kernel, (), src_slots.shape[0], 2 * count * a.row_bytes,
+            kernel,
+            (),
+            src_slots.shape[0],
+            2 * count * a.row_bytes,
             (
-                *slots, count, a_uniform and b_uniform, pieces, size, streamed,
-                a_bases.buffer_info()[0], *a_args, b_bases.buffer_info()[0], *b_args,
+                *slots,
+                count,
+                a_uniform and b_uniform,
+                pieces,
+                size,
+                streamed,
+                a_bases.buffer_info()[0],
+                *a_args,
+                b_bases.buffer_info()[0],
+                *b_args,
             ),
             max(src.page_size, dst.page_size),
-        )  # fmt: skip
+        )
 
 
 def _side(pool: KVPool, plane: Plane, which: slice, size: int) -> tuple[array[int], tuple[int, ...], bool]:

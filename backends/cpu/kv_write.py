@@ -14,7 +14,7 @@ from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
-from hal.backends.cpu.rope_kv_write import _copy, _scaled
+from hal.backends.cpu.rope_kv_write import _copy, _scale_row
 from hal.kv.view import count_slots, page_size
 
 
@@ -24,7 +24,7 @@ def _write(x, x_head, cache, at, c_head, heads, dim, kind, scale):  # type: igno
         _copy(x, x_head, cache, at, c_head, heads, dim)
     else:
         for h in range(heads):
-            _scaled(shift(x, h * x_head), cache, at + h * c_head, dim, kind, scale)
+            _scale_row(shift(x, h * x_head), cache, at + h * c_head, dim, kind, scale)
 
 
 def _kernel(  # type: ignore[no-untyped-def]
@@ -62,10 +62,7 @@ def kv_write(
 ) -> None:
     need_cpu("kv_write", k, v, k_cache, v_cache, slots)
     n, heads, dim = k.shape
-    run(
-        kernel, (FORMAT[k.dtype],), n, 2 * k.itemsize * heads * (dim + v.shape[2]),
-        (
-            k.data_ptr(), k.stride(0), k.stride(1), heads, dim, v.data_ptr(), v.stride(0), v.stride(1), v.shape[2],
-            *index(slots), count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale),
-        ),
-    )  # fmt: skip
+    rows = (k.data_ptr(), *k.stride()[:2], heads, dim, v.data_ptr(), *v.stride()[:2], v.shape[2])
+    places = (count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale))
+    nbytes = 2 * k.itemsize * heads * (dim + v.shape[2])
+    run(kernel, (FORMAT[k.dtype],), n, nbytes, (*rows, *index(slots), *places))

@@ -28,10 +28,7 @@ def mla_kv_write(
     need_cpu("mla_kv_write", kv_lora, k_rope, kv_cache, slots)
     lora, rope = kv_lora.shape[-1], k_rope.shape[-1]
     num_slots, page, to_rope, to_lora = places(kv_cache, lora, kv_scale)
-    run(
-        kernel, (FORMAT[kv_lora.dtype],), kv_lora.shape[0], 2 * kv_lora.itemsize * (lora + rope),
-        (
-            k_rope.data_ptr(), k_rope.stride(0), 0, 1, rope, kv_lora.data_ptr(), kv_lora.stride(0), 0, lora,
-            *index(slots), num_slots, page, *to_rope, *to_lora,
-        ),
-    )  # fmt: skip
+    rows = (k_rope.data_ptr(), k_rope.stride(0), 0, 1, rope, kv_lora.data_ptr(), kv_lora.stride(0), 0, lora)
+    nbytes = 2 * kv_lora.itemsize * (lora + rope)
+    args = (*rows, *index(slots), num_slots, page, *to_rope, *to_lora)
+    run(kernel, (FORMAT[kv_lora.dtype],), kv_lora.shape[0], nbytes, args)

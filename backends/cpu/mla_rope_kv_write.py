@@ -33,12 +33,9 @@ def mla_rope_kv_write(
     lora = kv_lora.shape[-1]
     max_positions, rotary = cos_sin_cache.shape
     num_slots, page, to_rope, to_lora = places(kv_cache, lora, kv_scale)
-    run(
-        kernel, (FORMAT[q_rope.dtype],), n, 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora),
-        (
-            q_rope.data_ptr(), q_rope.stride(0), q_rope.stride(1), q_heads, k_rope.data_ptr(), k_rope.stride(0), 0, 1,
-            rope, kv_lora.data_ptr(), kv_lora.stride(0), 0, lora, cos_sin_cache.data_ptr(),
-            cos_sin_cache.dtype is torch.float32, max_positions, rotary, *index(positions), *index(slots), num_slots,
-            page, *to_rope, *to_lora, interleaved, write_k,
-        ),
-    )  # fmt: skip
+    queries = (q_rope.data_ptr(), *q_rope.stride()[:2], q_heads)
+    rows = (k_rope.data_ptr(), k_rope.stride(0), 0, 1, rope, kv_lora.data_ptr(), kv_lora.stride(0), 0, lora)
+    table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
+    slots_to = (*index(positions), *index(slots), num_slots, page, *to_rope, *to_lora)
+    nbytes = 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora)
+    run(kernel, (FORMAT[q_rope.dtype],), n, nbytes, (*queries, *rows, *table, *slots_to, interleaved, write_k))

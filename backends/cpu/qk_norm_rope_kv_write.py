@@ -23,7 +23,7 @@ from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
-from hal.backends.cpu.rope_kv_write import LANES, NONE, _copy, _rotate, _scaled, _widen
+from hal.backends.cpu.rope_kv_write import LANES, NONE, _copy, _rotate, _scale_row, _widen
 from hal.kv.view import count_slots, page_size
 
 
@@ -54,7 +54,7 @@ def _squares(typingctx: Any, x: Any, n: Any) -> Any:
 
 
 @inline
-def _normed(x, weight, y, n, eps):  # type: ignore[no-untyped-def]
+def _normalise(x, weight, y, n, eps):  # type: ignore[no-untyped-def]
     """The fp32 row y = the head x, normalised."""
     whole = n - n % LANES
     total = _squares(x, whole)
@@ -93,7 +93,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             sin = shift(cos, half)
             for h in range(q_heads):
                 x = shift(q, t * q_token + h * q_head)
-                _normed(x, q_w, wide, dim, eps)
+                _normalise(x, q_w, wide, dim, eps)
                 _rotate(wide, x, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(x, rotary), dim - rotary)
             slot = -1
@@ -107,7 +107,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             at = slot // page * kc_page + slot % page * kc_token
             for h in range(kv_heads):
                 x = shift(kt, h * k_head)
-                _normed(x, k_w, wide, dim, eps)
+                _normalise(x, k_w, wide, dim, eps)
                 _rotate(wide, turned, cos, sin, cos, half, interleaved)
                 _widen(shift(wide, rotary), shift(turned, rotary), dim - rotary)
                 if write_k:
@@ -116,7 +116,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     if kc_kind == SAME:
                         _widen(turned, shift(cast(k_cache, k), at + h * kc_head), dim)
                     else:
-                        _scaled(turned, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
+                        _scale_row(turned, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
             if slot < 0:
                 continue
             vt = shift(v, t * v_token)
@@ -125,7 +125,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 _copy(vt, v_head, v_cache, at, vc_head, kv_heads, v_dim)
             else:
                 for h in range(kv_heads):
-                    _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
+                    _scale_row(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
         begin = take(counter, grain) if grain else n
     scratch[0] = 0.0  # its last use: numba frees an array right after that, whoever still holds its address
 
@@ -165,12 +165,10 @@ def qk_norm_rope_kv_write(
         v_args = (v.data_ptr(), v.stride(0), v.stride(1), v.shape[2])
         slot_args = (*index(slots), count_slots(k_cache), page_size(k_cache))
         k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
-    run(
-        kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
-        (
-            q.data_ptr(), q.stride(0), q.stride(1), q_heads, k.data_ptr(), k.stride(0), k.stride(1), kv_heads, dim,
-            *v_args, q_weight.data_ptr(), k_weight.data_ptr(), float(eps),
-            cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
-            *index(positions), *slot_args, *k_to, *v_to, interleaved, write_k,
-        ),
-    )  # fmt: skip
+    heads = (q.data_ptr(), *q.stride()[:2], q_heads, k.data_ptr(), *k.stride()[:2], kv_heads, dim)
+    norm = (q_weight.data_ptr(), k_weight.data_ptr(), float(eps))
+    table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
+    places = (*index(positions), *slot_args, *k_to, *v_to)
+    nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
+    args = (*heads, *v_args, *norm, *table, *places, interleaved, write_k)
+    run(kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, nbytes, args)

@@ -205,7 +205,7 @@ def _widen(x, y, n):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _scaled(x, cache, at, n, kind, scale):  # type: ignore[no-untyped-def]
+def _scale_row(x, cache, at, n, kind, scale):  # type: ignore[no-untyped-def]
     if kind == E4M3:
         y = shift(cast(cache, "e4m3"), at)
         for i in range(n):
@@ -290,14 +290,14 @@ def _kernel(  # type: ignore[no-untyped-def]
                     _widen(shift(x, rotary), shift(wide, rotary), dim - rotary)
                     if write_k:
                         _widen(wide, x, rotary)
-                    _scaled(wide, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
+                    _scale_row(wide, k_cache, at + h * kc_head, dim, kc_kind, k_scale)
             vt = shift(v, t * v_token)
             at = slot // page * vc_page + slot % page * vc_token
             if vc_kind == SAME:
                 _copy(vt, v_head, v_cache, at, vc_head, kv_heads, v_dim)
             else:
                 for h in range(kv_heads):
-                    _scaled(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
+                    _scale_row(shift(vt, h * v_head), v_cache, at + h * vc_head, v_dim, vc_kind, v_scale)
         begin = take(counter, grain) if grain else n
     scratch[0] = 0.0  # its last use: numba frees an array right after that, whoever still holds its address
 
@@ -338,11 +338,8 @@ def rope_kv_write(
         v_args = (v.data_ptr(), v_token, v_head, v.shape[2])
         slot_args = (slots.data_ptr(), slots.dtype is torch.int64, count_slots(k_cache), page_size(k_cache))
         k_to, v_to = place(k_cache, k_scale), place(v_cache, v_scale)
-    run(
-        kernel, (FORMAT[q.dtype],), n, 2 * q.itemsize * dim * (q_heads + 2 * kv_heads),
-        (
-            q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim, *v_args,
-            cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary,
-            positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to, interleaved, write_k,
-        ),
-    )  # fmt: skip
+    heads = (q.data_ptr(), q_token, q_head, q_heads, k.data_ptr(), k_token, k_head, kv_heads, dim)
+    table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
+    places = (positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to)
+    nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
+    run(kernel, (FORMAT[q.dtype],), n, nbytes, (*heads, *v_args, *table, *places, interleaved, write_k))

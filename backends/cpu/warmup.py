@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal.backends.cpu._jit import Kernel
 
-OPS = (
-    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer", "write_req_to_token",
-    "compute_positions", "build_kv_indices", "build_kv_indices_from_blocks", "build_page_table", "alloc_extend",
-    "alloc_decode", "kv_write", "mla_kv_write", "mla_rope_kv_write", "qk_norm_rope_kv_write", "kv_move",
-    "decode_attention", "extend_attention",
-)  # fmt: skip
+OPS = tuple(
+    """
+    get_last_loc assign_extend_cache_locs rope_kv_write kv_transfer write_req_to_token compute_positions
+    build_kv_indices build_kv_indices_from_blocks build_page_table alloc_extend alloc_decode kv_write mla_kv_write
+    mla_rope_kv_write qk_norm_rope_kv_write kv_move decode_attention extend_attention
+    """.split()
+)
 
 
 def probe() -> str | None:
@@ -37,10 +38,14 @@ def variants(op: str) -> tuple[Kernel, list[tuple[str, ...]]]:
     found: dict[str, list[tuple[str, ...]]] = {
         "get_last_loc": list(product(index, repeat=2)),
         "assign_extend_cache_locs": list(product(index, repeat=4)),
-        "rope_kv_write": each, "kv_write": each, "mla_kv_write": each, "mla_rope_kv_write": each,
+        "rope_kv_write": each,
+        "kv_write": each,
+        "mla_kv_write": each,
+        "mla_rope_kv_write": each,
         "qk_norm_rope_kv_write": [(x, w) for x in floats for w in dict.fromkeys((x, "fp32"))],
-        "decode_attention": each, "extend_attention": each,
-    }  # fmt: skip
+        "decode_attention": each,
+        "extend_attention": each,
+    }
     return kernel, found.get(op, [()])
 
 

@@ -17,7 +17,7 @@ from hal.backends.cpu._jit import Kernel
 
 def _kernel(  # type: ignore[no-untyped-def]
     bs, table, rows, width, stride, requests, requests_64, starts, starts_64, ends, ends_64, src, src_64, capacity
-):  # fmt: skip
+):
     at = 0
     for i in range(bs):
         start = get(starts, starts_64, i)
@@ -40,6 +40,14 @@ def write_req_to_token(
     need_cpu("write_req_to_token", req_to_token, req_pool_indices, start_offsets, end_offsets, src)
     rows, width = req_to_token.shape
     kernel()(
-        start_offsets.shape[0], req_to_token.data_ptr(), rows, width, req_to_token.stride(0),
-        *index(req_pool_indices), *index(start_offsets), *index(end_offsets), *index(src), src.shape[0],
-    )  # fmt: skip
+        start_offsets.shape[0],
+        req_to_token.data_ptr(),
+        rows,
+        width,
+        req_to_token.stride(0),
+        *index(req_pool_indices),
+        *index(start_offsets),
+        *index(end_offsets),
+        *index(src),
+        src.shape[0],
+    )

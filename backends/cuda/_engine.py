@@ -39,7 +39,7 @@ def _driver() -> tuple[Any, Any]:
     return one, batch
 
 
-def batched() -> bool:
+def can_batch() -> bool:
     """Whether this driver copies many runs in one call. For `hal info`."""
     return _driver()[1] is not None
 
@@ -59,11 +59,18 @@ def copy(copies: Copies, stream: int) -> None:
     attributes, index, fail = _Attributes(src_access_order=1), ctypes.c_size_t(0), ctypes.c_size_t(0)
     _ok(
         batch(
-            to.data_ptr(), frm.data_ptr(), size.data_ptr(), len(to), ctypes.addressof(attributes),
-            ctypes.addressof(index), 1, ctypes.addressof(fail), stream,
+            to.data_ptr(),
+            frm.data_ptr(),
+            size.data_ptr(),
+            len(to),
+            ctypes.addressof(attributes),
+            ctypes.addressof(index),
+            1,
+            ctypes.addressof(fail),
+            stream,
         ),
         "cuMemcpyBatchAsync",
-    )  # fmt: skip
+    )
 
 
 def _ok(code: int, what: str) -> None:

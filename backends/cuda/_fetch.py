@@ -124,7 +124,7 @@ def _put(to, i: gl.constexpr, x, kind: gl.constexpr):
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a, b = gl.inline_asm_elementwise(
         E5M2 if kind == gl.float8e5 else E4M3, "=&r,=&r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )  # fmt: skip
+    )
     words = to._reinterpret(gl.int32, [to.shape[0], to.shape[1] // 2], PAIRS)
     words.slice(i, x.shape[0]).store(gl.join(a, b).reshape([x.shape[0], 2 * x.shape[1]]))
 

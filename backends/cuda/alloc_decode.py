@@ -66,9 +66,7 @@ def _plans(seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: in
     )
     blocks = length("seq_lens", per=BLOCK).at_least(1)
     each = blocks.per(2 * multiprocessors(device))
-    args = (
-        "seq_lens", "last_loc", "free_pages", "out", RESULT, length("seq_lens"), length("free_pages"), each,
-    )  # fmt: skip
+    args = ("seq_lens", "last_loc", "free_pages", "out", RESULT, length("seq_lens"), length("free_pages"), each)
     return Plan((Step(run, blocks.per(each), args),), returns=Result("seq_lens", 1, int64))
 
 

@@ -84,9 +84,16 @@ def _plans(
 ) -> Plan:
     size = length("out")
     args = (
-        "prefix_lens", "seq_lens", "last_loc", "free_pages", "out", RESULT, length("prefix_lens"), length("free_pages"),
+        "prefix_lens",
+        "seq_lens",
+        "last_loc",
+        "free_pages",
+        "out",
+        RESULT,
+        length("prefix_lens"),
+        length("free_pages"),
         size,
-    )  # fmt: skip
+    )
     found = steps(
         alloc_extend_kernel, TILES, "prefix_lens", size, out.get_device(), args, PAGE=page_size, WIDE=out.dtype is int64
     )

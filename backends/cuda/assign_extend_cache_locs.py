@@ -125,11 +125,7 @@ def _place(
                 _copy(table, row_i, known_i, start_i, v, v < length_i, out, begin_i, width)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "out", "bs", "rows", "width", "stride", "size", "parts", "each",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests starts ends out bs rows width stride size parts each".split())
 def assign_many_kernel(
     table, requests, starts, ends, out,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, parts: tl.int32, each: tl.int32,
@@ -184,9 +180,17 @@ def _plans(
     on, programs = pdl(out.get_device()), 2 * multiprocessors(out.get_device())
     bs, size, low, steps = length("req_pool_indices"), length("out"), -1, []
     args = (
-        "req_to_token", "req_pool_indices", "start_offsets", "end_offsets", "out", bs, length("req_to_token"),
-        req_to_token.shape[1], req_to_token.stride(0), size,
-    )  # fmt: skip
+        "req_to_token",
+        "req_pool_indices",
+        "start_offsets",
+        "end_offsets",
+        "out",
+        bs,
+        length("req_to_token"),
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+        size,
+    )
     some = ("out", 0, ANY)
     for most, (part, warps) in FEW.items():
         run = assign_few_kernel.bind(PDL=on, FEW=most, PART=part, num_warps=warps, launch_pdl=on)
@@ -217,8 +221,11 @@ def assign_extend_cache_locs(
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     given = args or {
-        "req_to_token": zero.int()[None], "req_pool_indices": zero, "start_offsets": zero,
-        "end_offsets": zero, "out": zero,
-    }  # fmt: skip
+        "req_to_token": zero.int()[None],
+        "req_pool_indices": zero,
+        "start_offsets": zero,
+        "end_offsets": zero,
+        "out": zero,
+    }
     one = (torch.zeros(1, dtype=a.dtype, device=device) for a in list(given.values())[1:])
     assign_extend_cache_locs(given["req_to_token"], *one)

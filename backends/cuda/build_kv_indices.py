@@ -41,11 +41,7 @@ def _reach(indptr, j, bs, size):
     return tl.minimum(tl.maximum(tl.load(indptr + j, j <= bs, other=0).to(tl.int64), -2147483648), size)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "lens", "indptr", "out", "starts", "bs", "rows", "width", "stride", "size", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests lens indptr out starts bs rows width stride size log".split())
 def kv_indices_kernel(
     table, requests, lens, indptr, out, starts,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, log: tl.int32,
@@ -104,9 +100,14 @@ def sums_kernel(lens, indptr, bs: tl.int64, size: tl.int64, PDL: tl.constexpr, B
 
 @plans
 def _plans(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Tensor | None, given_indptr: Tensor | None,
-) -> Plan:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Tensor | None,
+    given_indptr: Tensor | None,
+) -> Plan:
     device = out.get_device()
     on, sms, bs, size = pdl(device), multiprocessors(device), length("kv_lens"), length("out")
     programs = bs.at_least(1)
@@ -116,9 +117,19 @@ def _plans(
         run = kv_indices_kernel.bind(GIVEN=given, PDL=on, CHUNK=chunk, SUM=SUM, num_warps=warps, launch_pdl=on)
         log = parts(programs, size.per(chunk), 4 * sms if given else sms)
         args = (
-            "req_to_token", "req_pool_indices", "kv_lens", indptr, "out", "kv_start", bs, length("req_to_token"),
-            req_to_token.shape[1], req_to_token.stride(0), size, log,
-        )  # fmt: skip
+            "req_to_token",
+            "req_pool_indices",
+            "kv_lens",
+            indptr,
+            "out",
+            "kv_start",
+            bs,
+            length("req_to_token"),
+            req_to_token.shape[1],
+            req_to_token.stride(0),
+            size,
+            log,
+        )
         return Step(run, programs.doubled(log), args, (("kv_lens", low, high),))
 
     if given_indptr is not None:
@@ -142,9 +153,15 @@ def _plans(
 
 @_plans.launcher
 def build_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Tensor | None = None, *, given_indptr: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    given_indptr: Tensor | None = None,
+) -> Tensor:
     return _plans.start(  # type: ignore[no-any-return]
         req_to_token, req_pool_indices, kv_lens, kv_indptr, out, kv_start, given_indptr
     )

@@ -16,11 +16,7 @@ from hal.triton.plans import Plan, length, plans
 TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "lens", "indptr", "out", "starts", "bs", "columns", "stride", "size", "keep", "each", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table lens indptr out starts bs columns stride size keep each log".split())
 def kv_indices_from_blocks_kernel(
     table, lens, indptr, out, starts,
     bs: tl.int64, columns: tl.int64, stride: tl.int64, size: tl.int64, keep: tl.int64, each: tl.int32, log: tl.int32,
@@ -69,28 +65,53 @@ def kv_indices_from_blocks_kernel(
 
 @plans
 def _plans(
-    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor, kv_start: Tensor | None,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None,
     keep_last: int,
-) -> Plan:  # fmt: skip
+) -> Plan:
     bs, size = length("kv_lens"), length("out")
     keep = 2**31 - 1 if keep_last < 0 else min(keep_last, 2**31 - 1)
     args = (
-        "block_table", "kv_lens", "kv_indptr", "out", "kv_start", bs, block_table.shape[1], block_table.stride(0), size,
+        "block_table",
+        "kv_lens",
+        "kv_indptr",
+        "out",
+        "kv_start",
+        bs,
+        block_table.shape[1],
+        block_table.stride(0),
+        size,
         keep,
-    )  # fmt: skip
+    )
     # No more work than the last tokens: a buffer made for whole rows must not be split as finely as they.
     found = steps(
-        kv_indices_from_blocks_kernel, TILES, "kv_lens", size.at_most(bs.times(keep)), out.get_device(), args,
-        PAGE=page_size, WIDE=out.dtype is int64,
-    )  # fmt: skip
+        kv_indices_from_blocks_kernel,
+        TILES,
+        "kv_lens",
+        size.at_most(bs.times(keep)),
+        out.get_device(),
+        args,
+        PAGE=page_size,
+        WIDE=out.dtype is int64,
+    )
     return Plan(found, returns="out")
 
 
 @_plans.launcher
 def build_kv_indices_from_blocks(
-    block_table: Tensor, kv_lens: Tensor, page_size: int, kv_indptr: Tensor, out: Tensor,
-    kv_start: Tensor | None = None, *, keep_last: int = -1,
-) -> Tensor:  # fmt: skip
+    block_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    out: Tensor,
+    kv_start: Tensor | None = None,
+    *,
+    keep_last: int = -1,
+) -> Tensor:
     return _plans.start(  # type: ignore[no-any-return]
         block_table, kv_lens, page_size, kv_indptr, out, kv_start, keep_last
     )

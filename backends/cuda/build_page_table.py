@@ -15,11 +15,7 @@ from hal.triton.plans import Plan, Step, length, plans
 BLOCK = 256
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "lens", "out", "rows", "width", "stride", "columns", "out_stride", "pieces",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests lens out rows width stride columns out_stride pieces".split())
 def page_table_kernel(
     table, requests, lens, out, rows: tl.int64, width: tl.int64, stride: tl.int64, columns: tl.int64,
     out_stride: tl.int64, pieces: tl.int32,
@@ -45,9 +41,17 @@ def _plans(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, page
     run = page_table_kernel.bind(PAGE=page_size, PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
     pieces = -(-out.shape[1] // BLOCK)
     args = (
-        "req_to_token", "req_pool_indices", "kv_lens", "out", length("req_to_token"), req_to_token.shape[1],
-        req_to_token.stride(0), out.shape[1], out.stride(0), pieces,
-    )  # fmt: skip
+        "req_to_token",
+        "req_pool_indices",
+        "kv_lens",
+        "out",
+        length("req_to_token"),
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+        out.shape[1],
+        out.stride(0),
+        pieces,
+    )
     return Plan((Step(run, length("out", times=pieces), args),), returns="out")
 
 

@@ -53,9 +53,18 @@ def decode_attention(
         indptr[1:] = lengths.cumsum(0)
         # A window is of positions, which `list_keys` has applied already.
         wrapper.plan(
-            indptr, keys.slots, lengths.clamp(max=1), q_heads, kv_heads, dim, 1, window_left=-1,
-            q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=float(scale),
-        )  # fmt: skip
+            indptr,
+            keys.slots,
+            lengths.clamp(max=1),
+            q_heads,
+            kv_heads,
+            dim,
+            1,
+            window_left=-1,
+            q_data_type=q.dtype,
+            kv_data_type=k_cache.dtype,
+            sm_scale=float(scale),
+        )
         caches = (_flashinfer.as_pages(k_cache), _flashinfer.as_pages(v_cache))
         wrapper.run(q, caches, out=out, lse=lse, return_lse=lse is not None)
     if lse is not None:

@@ -123,12 +123,11 @@ def _tiles(qo_indptr, n, bs, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @launch.jit(
-    do_not_specialize=(
-        "qo_indptr", "kv_indptr", "kv_indices", "lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page", "kc_token",
-        "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "n", "bs", "around",
-        "window", "scale", "cap",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    qo_indptr kv_indptr kv_indices lse k_scale v_scale q_row q_head kc_page kc_token kc_head vc_page
+    vc_token vc_head out_row out_head num_slots nnz n bs around window scale cap
+    """.split()
+)
 def extend_attention_kernel(
     q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, k_scale, v_scale,
     q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
@@ -253,9 +252,19 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
 
 
 def _plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, causal: bool, window: bool,
-    cap: bool, k_scale: object, v_scale: object, shared: bool, plain: bool,
-) -> tuple[launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: tuple[int, int],
+    lse: Tensor | None,
+    causal: bool,
+    window: bool,
+    cap: bool,
+    k_scale: object,
+    v_scale: object,
+    shared: bool,
+    plain: bool,
+) -> tuple[launch.Launch, int, int, tuple[int, ...]]:
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
@@ -290,18 +299,28 @@ def _plan(
         run = extend_attention_hopper_kernel.bind(**same, D=d0, REST=d1)
     else:
         run = extend_attention_kernel.bind(
-            **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)),
-            SHARED=shared,
-        )  # fmt: skip
+            **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)), SHARED=shared
+        )
     return run, blocks, m // heads, tuple(s // unit for s in strides)
 
 
 @plans
 def _plans(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-    out: Tensor | None, lse: Tensor | None, scale: float, causal: bool, sliding_window: int, logit_cap: float,
-    k_scale: object, v_scale: object,
-) -> Plan:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    causal: bool,
+    sliding_window: int,
+    logit_cap: float,
+    k_scale: object,
+    v_scale: object,
+) -> Plan:
     n, nnz = q.shape[0], kv_indices.shape[0]
     returns, to, row = _attention.result(q, v_cache, out)
     if max(n, nnz) > MOST:

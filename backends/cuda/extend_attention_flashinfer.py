@@ -39,16 +39,21 @@ def extend_attention(
     if out is None:
         out = torch.empty_like(q)
     with _flashinfer.hold(
-        "BatchPrefillWithPagedKVCacheWrapper", q.device, q_heads // kv_heads, dim,
+        "BatchPrefillWithPagedKVCacheWrapper",
+        q.device,
+        q_heads // kv_heads,
+        dim,
         backend="fa3" if _flashinfer.hopper(q.device) else "fa2",
-    ) as wrapper:  # fmt: skip
+    ) as wrapper:
         batch = runs(qo_indptr, kv_indptr, kv_indices, n, k_cache.shape[:-2].numel(), causal, sliding_window)
         count = len(batch.keys.lengths)
         if count > _flashinfer.REQUESTS:
             raise ArgumentError(
-                "extend_attention", "qo_indptr", f"at most {_flashinfer.REQUESTS} runs of queries, by FlashInfer",
+                "extend_attention",
+                "qo_indptr",
+                f"at most {_flashinfer.REQUESTS} runs of queries, by FlashInfer",
                 str(count),
-            )  # fmt: skip
+            )
         # Rows of no request are not to be written, and FlashInfer writes all.
         found = out if batch.owned is None else torch.empty_like(out)
         sums = lse if batch.owned is None or lse is None else torch.empty_like(lse)
@@ -58,10 +63,20 @@ def extend_attention(
             indptr[1:] = lengths.cumsum(0)
             rows = torch.tensor(batch.rows, dtype=torch.int32, device="cpu")
             wrapper.plan(
-                rows, indptr, batch.keys.slots, lengths.clamp(max=1), q_heads,
-                kv_heads, dim, 1, causal=causal, window_left=batch.window, q_data_type=q.dtype,
-                kv_data_type=k_cache.dtype, sm_scale=float(scale),
-            )  # fmt: skip
+                rows,
+                indptr,
+                batch.keys.slots,
+                lengths.clamp(max=1),
+                q_heads,
+                kv_heads,
+                dim,
+                1,
+                causal=causal,
+                window_left=batch.window,
+                q_data_type=q.dtype,
+                kv_data_type=k_cache.dtype,
+                sm_scale=float(scale),
+            )
             caches = (_flashinfer.as_pages(k_cache), _flashinfer.as_pages(v_cache))
             wrapper.run(q, caches, out=found, lse=sums, return_lse=sums is not None)
     if sums is not None:

@@ -208,8 +208,8 @@ def _multiply(
             acc_begun = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s_begun])
             p, keep, top, total = _softmax(
-                s, top, total, there.index(stage), edge, j, high, position, window, by, cap, CAUSAL, WINDOW, CAP, FP8,
-            )  # fmt: skip
+                s, top, total, there.index(stage), edge, j, high, position, window, by, cap, CAUSAL, WINDOW, CAP, FP8
+            )
             mbarrier.arrive(k_empty.index(stage))
             acc = warpgroup_mma_wait(0, [acc_begun])
             mbarrier.arrive(v_empty.index(before))
@@ -336,9 +336,11 @@ def extend_attention_hopper_kernel(
             if WINDOW:
                 low = gl.maximum(lowest - window, 0) // N * N
             tile = (
-                first + token, gl.minimum(news - token, TOKENS), kv_head * GROUP + member,
+                first + token,
+                gl.minimum(news - token, TOKENS),
+                kv_head * GROUP + member,
                 gl.minimum(GROUP - member, HEADS),
-            )  # fmt: skip
+            )
             mbarrier.init(q_full, count=128)
             for i in gl.static_range(STAGES):
                 mbarrier.init(k_full.index(i), count=1 if FP8 else 129)

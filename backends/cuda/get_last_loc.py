@@ -42,9 +42,15 @@ def _plans(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) 
     on = pdl(req_to_token.get_device())
     run = last_loc_kernel.bind(PDL=on, BLOCK=BLOCK, num_warps=4, launch_pdl=on)
     args = (
-        "req_to_token", "req_pool_indices", "prefix_lens", RESULT, length("prefix_lens"), length("req_to_token"),
-        req_to_token.shape[1], req_to_token.stride(0),
-    )  # fmt: skip
+        "req_to_token",
+        "req_pool_indices",
+        "prefix_lens",
+        RESULT,
+        length("prefix_lens"),
+        length("req_to_token"),
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+    )
     return Plan((Step(run, length("prefix_lens", per=BLOCK), args),), returns=Result("prefix_lens"))
 
 

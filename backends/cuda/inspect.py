@@ -182,9 +182,16 @@ def op(name: str, arch: int = 90, only: str = "") -> Iterator[Row]:
             cubin = compiled.asm["cubin"]
             registers, spills, shared = resources(cubin)
             yield Row(
-                name, sample.name, call[0].kernel.name, arch, registers, spills, shared,
-                widest_load(sass(cubin)), call[0].static,
-            )  # fmt: skip
+                name,
+                sample.name,
+                call[0].kernel.name,
+                arch,
+                registers,
+                spills,
+                shared,
+                widest_load(sass(cubin)),
+                call[0].static,
+            )
 
 
 def inspect(kernel: str | None = None, jobs: int | None = None, arches: Sequence[int] = ARCHES) -> list[dict[str, Any]]:
@@ -201,10 +208,10 @@ def inspect(kernel: str | None = None, jobs: int | None = None, arches: Sequence
     """
     if kernel not in (None, *OPS):
         raise HalError(f"hal: inspect: no op {kernel!r}; there are: {', '.join(OPS)}")
-    return _inspected([o for o in OPS if kernel in (None, o)], jobs, arches)
+    return _inspect_kernels([o for o in OPS if kernel in (None, o)], jobs, arches)
 
 
-def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
+def _inspect_kernels(names: Sequence[str], jobs: int | None, arches: Sequence[int]) -> list[dict[str, Any]]:
     # The longest first; rows come out by op and architecture all the same.
     work = sorted(((o, a) for o in names for a in arches), key=lambda w: "attention" not in w[0])
     with _pool(jobs or os.cpu_count()) as pool:
@@ -212,12 +219,18 @@ def _inspected(names: Sequence[str], jobs: int | None, arches: Sequence[int]) ->
     rows.sort(key=lambda r: (names.index(r.op), r.arch))
     return [
         {
-            "op": r.op, "case": r.case, "kernel": r.kernel, "arch": f"sm_{r.arch}", "registers": r.registers,
-            "spills": r.spills, "shared": r.shared, "widest_load": r.widest,
+            "op": r.op,
+            "case": r.case,
+            "kernel": r.kernel,
+            "arch": f"sm_{r.arch}",
+            "registers": r.registers,
+            "spills": r.spills,
+            "shared": r.shared,
+            "widest_load": r.widest,
             "verdict": "ok" if r.spills == 0 else f"spills {r.spills} bytes",
         }
         for r in rows
-    ]  # fmt: skip
+    ]
 
 
 def _pool(jobs: int | None) -> ProcessPoolExecutor:
@@ -253,7 +266,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := [o for o in given.ops if o not in OPS]:
         parser.error(f"no op {unknown[0]!r}; there are: {', '.join(OPS)}")
-    rows = _inspected([o for o in OPS if not given.ops or o in given.ops], None, given.arch)
+    rows = _inspect_kernels([o for o in OPS if not given.ops or o in given.ops], None, given.arch)
     for r in rows:
         print("  ".join(str(v) for v in r.values()))
     bad = [r for r in rows if r["verdict"] != "ok"]

@@ -27,11 +27,11 @@ PROGRAMS = 64
 
 
 @launch.jit(
-    do_not_specialize=(
-        "src_slots", "dst_slots", "bases", "workspace", "n", "rows", "unit", "first", "count", "layers", "size",
-        "page_stride", "token_stride", "chunk_stride",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    src_slots dst_slots bases workspace n rows unit first count layers size page_stride token_stride
+    chunk_stride
+    """.split()
+)
 def move_rows_kernel(
     src_slots, dst_slots, bases, workspace,
     n: tl.int64, rows: tl.int64, unit: tl.int64, first: tl.int64, count: tl.int64, layers: tl.int64, size: tl.int64,
@@ -81,12 +81,20 @@ class _Group:
         on = pdl(device.index if device.index is not None else -1)
         self.there, self.back = (
             move_rows_kernel.bind(
-                PAGE=1 if seamless else page, CHUNKS=p.chunks, BYTES=p.chunk_bytes, WORDS=words,
-                WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], ALIGN=align, BACK=back, ROWS=self.rows,
-                PDL=on, num_warps=WARPS, launch_pdl=on,
+                PAGE=1 if seamless else page,
+                CHUNKS=p.chunks,
+                BYTES=p.chunk_bytes,
+                WORDS=words,
+                WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word],
+                ALIGN=align,
+                BACK=back,
+                ROWS=self.rows,
+                PDL=on,
+                num_warps=WARPS,
+                launch_pdl=on,
             )
             for back in (False, True)
-        )  # fmt: skip
+        )
 
 
 _plans: Plans[list[_Group]] = Plans(256)
@@ -135,6 +143,17 @@ def kv_move(
             grid = (min(-(-rows // g.rows), most), 1, 1)
             for start in (g.there, g.back):
                 start.start(
-                    grid, src_slots, dst_slots, g.bases, workspace, n, rows, unit, first, count, pool.num_layers,
-                    pool.num_slots, *g.strides,
-                )  # fmt: skip
+                    grid,
+                    src_slots,
+                    dst_slots,
+                    g.bases,
+                    workspace,
+                    n,
+                    rows,
+                    unit,
+                    first,
+                    count,
+                    pool.num_layers,
+                    pool.num_slots,
+                    *g.strides,
+                )

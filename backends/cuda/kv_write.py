@@ -23,11 +23,11 @@ ROWS = 8
 
 
 @launch.jit(
-    do_not_specialize=(
-        "slots", "k_scale", "v_scale", "k_token", "k_head", "v_token", "v_head", "kc_page", "kc_token", "kc_head",
-        "vc_page", "vc_token", "vc_head", "num_slots", "n",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    slots k_scale v_scale k_token k_head v_token v_head kc_page kc_token kc_head vc_page vc_token
+    vc_head num_slots n
+    """.split()
+)
 def kv_write_kernel(
     k, v, k_cache, v_cache, slots, k_scale, v_scale,
     k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
@@ -69,22 +69,47 @@ def _plans(
     unit = copy_unit(strides)
     on, heads = pdl(k.get_device()), k.shape[1]
     run = kv_write_kernel.bind(
-        HEADS=heads, DIM=k.shape[2], V_DIM=v.shape[2], PAGE=page, K_AT=0, UNIT=unit, K_FP8=k_cache.dtype in FP8,
-        V_FP8=v_cache.dtype in FP8, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), ROWS=ROWS, PDL=on,
-        num_warps=4, launch_pdl=on,
-    )  # fmt: skip
+        HEADS=heads,
+        DIM=k.shape[2],
+        V_DIM=v.shape[2],
+        PAGE=page,
+        K_AT=0,
+        UNIT=unit,
+        K_FP8=k_cache.dtype in FP8,
+        V_FP8=v_cache.dtype in FP8,
+        K_KIND=scale_kind(k_scale),
+        V_KIND=scale_kind(v_scale),
+        ROWS=ROWS,
+        PDL=on,
+        num_warps=4,
+        launch_pdl=on,
+    )
     args = (
-        "k", "v", "k_cache", "v_cache", "slots", "k_scale", "v_scale", *(s // unit for s in strides),
-        length("k_cache", by=page_size(k_cache)), length("k"),
-    )  # fmt: skip
+        "k",
+        "v",
+        "k_cache",
+        "v_cache",
+        "slots",
+        "k_scale",
+        "v_scale",
+        *(s // unit for s in strides),
+        length("k_cache", by=page_size(k_cache)),
+        length("k"),
+    )
     return Plan((Step(run, length("k", by=heads, per=ROWS), args),))
 
 
 @_plans.launcher
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
     _plans.start(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 

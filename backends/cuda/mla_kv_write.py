@@ -26,9 +26,17 @@ def _plans(kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, kv_
     on, lora = pdl(kv_lora.get_device()), kv_lora.shape[-1]
     fp8, kind = kv_cache.dtype in FP8, scale_kind(kv_scale)
     args = (
-        "k_rope", "kv_lora", "kv_cache", "kv_cache", "slots", "kv_scale", "kv_scale", *(s // unit for s in strides),
-        length("kv_cache", by=page_size(kv_cache, row_dims=1)), length("kv_lora"),
-    )  # fmt: skip
+        "k_rope",
+        "kv_lora",
+        "kv_cache",
+        "kv_cache",
+        "slots",
+        "kv_scale",
+        "kv_scale",
+        *(s // unit for s in strides),
+        length("kv_cache", by=page_size(kv_cache, row_dims=1)),
+        length("kv_lora"),
+    )
     steps, fewest = [], 0
     for most, rows, warps in TILES:
         run = kv_write_kernel.bind(

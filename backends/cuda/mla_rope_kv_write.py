@@ -20,30 +20,75 @@ TILES = ((96, 16, 1, 1), (1024, 32, 2, 2), (MANY, 32, 4, 4))
 
 @plans
 def _plans(
-    q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin_cache: Tensor, positions: Tensor, kv_cache: Tensor,
-    slots: Tensor, interleaved: bool, kv_scale: object, write_k: bool,
-) -> Plan:  # fmt: skip
+    q_rope: Tensor,
+    k_rope: Tensor,
+    kv_lora: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+    kv_scale: object,
+    write_k: bool,
+) -> Plan:
     page, cache = fuse_pages(kv_cache, row_dims=1)
     strides = (*q_rope.stride()[:2], k_rope.stride(0), 0, kv_lora.stride(0), 0, *cache, *cache)
     unit = copy_unit(strides)
     on, lora, fp8, kind = (pdl(q_rope.get_device()), kv_lora.shape[-1], kv_cache.dtype in FP8, scale_kind(kv_scale))
     args = (
-        "q_rope", "k_rope", "kv_lora", "cos_sin_cache", "positions", "kv_cache", "kv_cache", "slots", "kv_scale",
-        "kv_scale", *(s // unit for s in strides), length("cos_sin_cache"),
-        length("kv_cache", by=page_size(kv_cache, row_dims=1)), length("q_rope"),
-    )  # fmt: skip
+        "q_rope",
+        "k_rope",
+        "kv_lora",
+        "cos_sin_cache",
+        "positions",
+        "kv_cache",
+        "kv_cache",
+        "slots",
+        "kv_scale",
+        "kv_scale",
+        *(s // unit for s in strides),
+        length("cos_sin_cache"),
+        length("kv_cache", by=page_size(kv_cache, row_dims=1)),
+        length("q_rope"),
+    )
     return tiled(
-        "q_rope", args, q_rope.shape[1], 1, TILES, HEAD_DIM=q_rope.shape[2], V_HEAD_DIM=lora,
-        ROTARY=cos_sin_cache.shape[1], PAGE=page, K_AT=lora, INTERLEAVED=bool(interleaved), CACHE=True,
-        WRITE_K=bool(write_k), K_FP8=fp8, V_FP8=fp8, K_KIND=kind, V_KIND=kind, UNIT=unit, PDL=on, launch_pdl=on,
-    )  # fmt: skip
+        "q_rope",
+        args,
+        q_rope.shape[1],
+        1,
+        TILES,
+        HEAD_DIM=q_rope.shape[2],
+        V_HEAD_DIM=lora,
+        ROTARY=cos_sin_cache.shape[1],
+        PAGE=page,
+        K_AT=lora,
+        INTERLEAVED=bool(interleaved),
+        CACHE=True,
+        WRITE_K=bool(write_k),
+        K_FP8=fp8,
+        V_FP8=fp8,
+        K_KIND=kind,
+        V_KIND=kind,
+        UNIT=unit,
+        PDL=on,
+        launch_pdl=on,
+    )
 
 
 @_plans.launcher
 def mla_rope_kv_write(
-    q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin_cache: Tensor, positions: Tensor, kv_cache: Tensor,
-    slots: Tensor, *, interleaved: bool = False, kv_scale: float | Tensor | None = None, write_k: bool = True,
-) -> None:  # fmt: skip
+    q_rope: Tensor,
+    k_rope: Tensor,
+    kv_lora: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+    kv_scale: float | Tensor | None = None,
+    write_k: bool = True,
+) -> None:
     _plans.start(q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots, interleaved, kv_scale, write_k)
 
 

@@ -38,7 +38,7 @@ def _store_rest(
 
 
 @triton.jit
-def _turned(
+def _normalise_and_rotate(
     row, mask, weight, eps, cos_sin, position, known, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -62,11 +62,11 @@ def _turned(
 
 
 @launch.jit(
-    do_not_specialize=(
-        "positions", "slots", "k_scale", "v_scale", "eps", "q_token", "q_head", "k_token", "k_head", "v_token",
-        "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots", "n",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    positions slots k_scale v_scale eps q_token q_head k_token k_head v_token v_head kc_page kc_token
+    kc_head vc_page vc_token vc_head max_positions num_slots n
+    """.split()
+)
 def qk_norm_rope_kv_write_kernel(
     q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots, k_scale, v_scale, eps,
     q_token: tl.int64, q_head: tl.int64, k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
@@ -96,7 +96,7 @@ def qk_norm_rope_kv_write_kernel(
         position = tl.load(positions + token, there, other=-1).to(tl.int64)
         known = there & (position >= 0) & (position < max_positions)
         at = q + token * q_token + q_row % Q_HEADS * q_head
-        a, b, rest = _turned(
+        a, b, rest = _normalise_and_rotate(
             at, known, q_weight, eps, cos_sin, position, known, HEAD_DIM, ROTARY, HALF_PAD, INTERLEAVED
         )
         _store_pairs(at, a, b, known, eps, HALF, HALF_PAD, INTERLEAVED, 0, False)
@@ -108,7 +108,7 @@ def qk_norm_rope_kv_write_kernel(
         position = tl.load(positions + token, there, other=-1).to(tl.int64)
         known = there & (position >= 0) & (position < max_positions)
         at = k + token * k_token + head * k_head
-        a, b, rest = _turned(
+        a, b, rest = _normalise_and_rotate(
             at, known, k_weight, eps, cos_sin, position, known, HEAD_DIM, ROTARY, HALF_PAD, INTERLEAVED
         )
         if CACHE:
@@ -131,34 +131,84 @@ def qk_norm_rope_kv_write_kernel(
 
 @plans
 def _plans(
-    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
-    positions: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, slots: Tensor | None, eps: float,
-    interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> Plan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slots: Tensor | None,
+    eps: float,
+    interleaved: bool,
+    k_scale: object,
+    v_scale: object,
+    write_k: bool,
+) -> Plan:
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
     v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     run = qk_norm_rope_kv_write_kernel.bind(
-        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static,
-    )  # fmt: skip
+        Q_HEADS=q.shape[1], KV_HEADS=k.shape[1], ROTARY=cos_sin_cache.shape[1], ROWS=ROWS, num_warps=4, **static
+    )
     args = (
-        "q", "k", v_, "q_weight", "k_weight", "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", "eps",
-        *units, length("cos_sin_cache"), num_slots, length("q"),
-    )  # fmt: skip
+        "q",
+        "k",
+        v_,
+        "q_weight",
+        "k_weight",
+        "cos_sin_cache",
+        "positions",
+        *caches,
+        "k_scale",
+        "v_scale",
+        "eps",
+        *units,
+        length("cos_sin_cache"),
+        num_slots,
+        length("q"),
+    )
     programs = length("q", by=k.shape[1], per=ROWS) + length("q", by=q.shape[1], per=ROWS)
     return Plan((Step(run, programs, args),))
 
 
 @_plans.launcher
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor,
-    positions: Tensor, k_cache: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, *,
-    eps: float = 1e-6, interleaved: bool = False, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, write_k: bool = True,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    write_k: bool = True,
+) -> None:
     _plans.start(
-        q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots, eps, interleaved, k_scale,
-        v_scale, write_k,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        eps,
+        interleaved,
+        k_scale,
+        v_scale,
+        write_k,
+    )
 
 
 def supports(sig: Any) -> str | None:

@@ -97,11 +97,11 @@ def _angles(cos_sin, position, known, ROTARY: tl.constexpr, HALF_PAD: tl.constex
 
 
 @launch.jit(
-    do_not_specialize=(
-        "positions", "slots", "k_scale", "v_scale", "q_token", "q_head", "k_token", "k_head", "v_token",
-        "v_head", "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "max_positions", "num_slots", "n",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    positions slots k_scale v_scale q_token q_head k_token k_head v_token v_head kc_page kc_token
+    kc_head vc_page vc_token vc_head max_positions num_slots n
+    """.split()
+)
 def rope_kv_write_kernel(
     q, k, v, cos_sin, positions, k_cache, v_cache, slots, k_scale, v_scale,
     q_token: tl.int64, q_head: tl.int64, k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
@@ -195,22 +195,49 @@ def rope_kv_write_kernel(
 
 @plans
 def _plans(
-    q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor, k_cache: Tensor | None,
-    v_cache: Tensor | None, slots: Tensor | None, interleaved: bool, k_scale: object, v_scale: object, write_k: bool,
-) -> Plan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slots: Tensor | None,
+    interleaved: bool,
+    k_scale: object,
+    v_scale: object,
+    write_k: bool,
+) -> Plan:
     units, num_slots, static = shape_of(q, k, v, k_cache, v_cache, k_scale, v_scale, interleaved, write_k)
     v_, *caches = ("v", "k_cache", "v_cache", "slots") if static["CACHE"] else (None,) * 4
     args = (
-        "q", "k", v_, "cos_sin_cache", "positions", *caches, "k_scale", "v_scale", *units, length("cos_sin_cache"),
-        num_slots, length("q"),
-    )  # fmt: skip
+        "q",
+        "k",
+        v_,
+        "cos_sin_cache",
+        "positions",
+        *caches,
+        "k_scale",
+        "v_scale",
+        *units,
+        length("cos_sin_cache"),
+        num_slots,
+        length("q"),
+    )
     return tiled("q", args, q.shape[1], k.shape[1], ROTARY=cos_sin_cache.shape[1], K_AT=0, **static)
 
 
 def shape_of(
-    q: Tensor, k: Tensor, v: Tensor | None, k_cache: Tensor | None, v_cache: Tensor | None, k_scale: object,
-    v_scale: object, interleaved: bool, write_k: bool,
-) -> tuple[list[int], Size, dict[str, Any]]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    k_scale: object,
+    v_scale: object,
+    interleaved: bool,
+    write_k: bool,
+) -> tuple[list[int], Size, dict[str, Any]]:
     """(the strides in units that divide all of them, the cache's slots, the constants that follow) of q, k, v and the
     caches, or of none."""
     page, kc, vc, v_strides, v_head_dim, num_slots = 1, (0, 0, 0), (0, 0, 0), (0, 0), 16, Size()
@@ -223,16 +250,26 @@ def shape_of(
     on = pdl(q.get_device())
     fp8 = [cache is not None and cache.dtype in FP8 for cache in (k_cache, v_cache)]
     static = {
-        "HEAD_DIM": q.shape[2], "V_HEAD_DIM": v_head_dim, "PAGE": page, "INTERLEAVED": bool(interleaved),
-        "CACHE": num_slots != Size(), "WRITE_K": bool(write_k), "K_FP8": fp8[0], "V_FP8": fp8[1],
-        "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale), "UNIT": unit, "PDL": on, "launch_pdl": on,
-    }  # fmt: skip
+        "HEAD_DIM": q.shape[2],
+        "V_HEAD_DIM": v_head_dim,
+        "PAGE": page,
+        "INTERLEAVED": bool(interleaved),
+        "CACHE": num_slots != Size(),
+        "WRITE_K": bool(write_k),
+        "K_FP8": fp8[0],
+        "V_FP8": fp8[1],
+        "K_KIND": scale_kind(k_scale),
+        "V_KIND": scale_kind(v_scale),
+        "UNIT": unit,
+        "PDL": on,
+        "launch_pdl": on,
+    }
     return [s // unit for s in strides], num_slots, static
 
 
 def tiled(
     q: str, args: tuple[Any, ...], q_heads: int, kv_heads: int, tiles: tuple[Tile, ...] | None = None, **static: Any
-) -> Plan:  # fmt: skip
+) -> Plan:
     """A launch for each range of tokens, of which `q` names the argument that has as many."""
     steps = []
     fewest = 0
@@ -242,9 +279,15 @@ def tiled(
         kv_tile = min(kv_rows, next_power_of_2(max(1, kv_heads)))
         q_tokens, kv_tokens = q_rows // q_tile, kv_rows // kv_tile
         bound = rope_kv_write_kernel.bind(
-            Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_TOKENS=q_tokens, Q_TILE=q_tile, KV_TOKENS=kv_tokens,
-            KV_TILE=kv_tile, num_warps=warps, **static,
-        )  # fmt: skip
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            Q_TOKENS=q_tokens,
+            Q_TILE=q_tile,
+            KV_TOKENS=kv_tokens,
+            KV_TILE=kv_tile,
+            num_warps=warps,
+            **static,
+        )
         programs = length(q, per=kv_tokens, times=-(-kv_heads // kv_tile))
         programs += length(q, per=q_tokens, times=-(-q_heads // q_tile))
         steps.append(Step(bound, programs, args, ((q, fewest, most),)))
@@ -254,11 +297,20 @@ def tiled(
 
 @_plans.launcher
 def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor | None, cos_sin_cache: Tensor, positions: Tensor,
-    k_cache: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, *,
-    interleaved: bool = False, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     write_k: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     _plans.start(q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots, interleaved, k_scale, v_scale, write_k)
 
 
@@ -269,10 +321,15 @@ def warm(device: torch.device, args: dict[str, Any] | None) -> None:
         k, cache = q[:, :8].contiguous(), torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=device)
         at = torch.zeros(1, dtype=torch.int64, device=device)
         args = {
-            "q": q, "k": k, "v": k.clone(), "positions": at,
+            "q": q,
+            "k": k,
+            "v": k.clone(),
+            "positions": at,
             "cos_sin_cache": torch.zeros(1, 128, dtype=torch.float32, device=device),
-            "k_cache": cache, "v_cache": cache.clone(), "slots": at,
-        }  # fmt: skip
+            "k_cache": cache,
+            "v_cache": cache.clone(),
+            "slots": at,
+        }
     rope_kv_write(**{**args, "positions": torch.full_like(args["positions"], -1)})
 
 

@@ -152,7 +152,7 @@ def status() -> dict[str, str]:
 
     told = {"launch": launch.status()}
     if torch.cuda.is_available():
-        told["batched copies"] = "yes" if _engine.batched() else "no: one call a run"
+        told["batched copies"] = "yes" if _engine.can_batch() else "no: one call a run"
         told["staging"] = f"{_staging.staged_bytes()} bytes of device memory"
     return told
 
@@ -192,7 +192,15 @@ def tune() -> list[dict[str, Any]]:
     path = tables.save("kv_transfer", index, costs)
     _staging.costs.cache_clear()
     return [
-        {"op": "kv_transfer", "direction": way, "run_bytes": r[0], "bytes": r[1], "kernel_gbs": round(r[2], 1),
-         "direct_gbs": round(r[3], 1), "file": str(path)}
-        for way, rows in costs.items() for r in rows
-    ]  # fmt: skip
+        {
+            "op": "kv_transfer",
+            "direction": way,
+            "run_bytes": r[0],
+            "bytes": r[1],
+            "kernel_gbs": round(r[2], 1),
+            "direct_gbs": round(r[3], 1),
+            "file": str(path),
+        }
+        for way, rows in costs.items()
+        for r in rows
+    ]

@@ -15,11 +15,7 @@ from hal.triton.plans import ANY, Plan, length, plans
 TILES = {1: Tile(128, 256, 2), MANY: Tile(64, 256, 4)}
 
 
-@launch.jit(
-    do_not_specialize=(
-        "table", "requests", "starts", "ends", "src", "bs", "rows", "width", "stride", "size", "each", "log",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="table requests starts ends src bs rows width stride size each log".split())
 def write_kernel(
     table, requests, starts, ends, src,
     bs: tl.int64, rows: tl.int64, width: tl.int64, stride: tl.int64, size: tl.int64, each: tl.int32, log: tl.int32,
@@ -57,9 +53,17 @@ def _plans(
 ) -> Plan:
     size = length("src")
     args = (
-        "req_to_token", "req_pool_indices", "start_offsets", "end_offsets", "src", length("req_pool_indices"),
-        length("req_to_token"), req_to_token.shape[1], req_to_token.stride(0), size,
-    )  # fmt: skip
+        "req_to_token",
+        "req_pool_indices",
+        "start_offsets",
+        "end_offsets",
+        "src",
+        length("req_pool_indices"),
+        length("req_to_token"),
+        req_to_token.shape[1],
+        req_to_token.stride(0),
+        size,
+    )
     return Plan(steps(write_kernel, TILES, "req_pool_indices", size, src.get_device(), args, ("src", 0, ANY)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hal import _host
 from hal._remote.memory import Placed
-from hal._remote.perform import Answer, Hands, declared, settle, short_trace
+from hal._remote.perform import Answer, Hands, declarations, settle, short_trace
 from hal._remote.wire import Task
 
 
@@ -134,7 +134,7 @@ def graph(hands: Hands, task: Task) -> Answer:
     """One capture of the first arguments, a replay with the values of each of the others in the same tensors."""
     placed = hands.placed(task.arguments[0])
     bound = hands.bound(task.op, placed)
-    said = declared(bound)
+    said = declarations(bound)
     if not bound.graph_safe:
         return {"outcome": "returned", "calls": [], "captured": "", **said}
     hands.settle()

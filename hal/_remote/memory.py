@@ -98,7 +98,7 @@ class Placed:
             here.copy_(there)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guard_pages(self) -> Iterator[None]:
         """The pages beside guarded blocks kill whoever touches them."""
         pages = [page for span in self.arguments.blocks if span.guarded for page in (span.start - PAGE, span.stop)]
         for page in pages:

@@ -85,13 +85,18 @@ class Hands:
         if stored:
             self.memory.raw(start, start + ret.nbytes).copy_(ret.detach().contiguous().view(-1).view(torch.uint8))
         return {
-            "kind": "tensor", "dtype": SHORT.get(ret.dtype, str(ret.dtype)), "shape": list(ret.shape),
-            "device": ret.device.type, "shown": describe(ret), "stored": stored or not ret.nbytes,
+            "kind": "tensor",
+            "dtype": SHORT.get(ret.dtype, str(ret.dtype)),
+            "shape": list(ret.shape),
+            "device": ret.device.type,
+            "shown": describe(ret),
+            "stored": stored or not ret.nbytes,
             "is": [
-                n for n, v in placed.values.items()
+                n
+                for n, v in placed.values.items()
                 if v is ret or (isinstance(v, Tensor) and (v.data_ptr(), v.shape, v.dtype) == whose)
             ],
-        }  # fmt: skip
+        }
 
 
 # --- single calls -----------------------------------------------------------------------------------
@@ -119,7 +124,7 @@ def call(hands: Hands, task: Task) -> Answer:
     own = code_of(bound.fn)
     foreign = {c: o for c, o in hands.foreign(op).items() if c is not own}
     standing = around(task.options.get("around"))
-    with watch(foreign, own, taker_of(bound.fn)) as seen, warnings.catch_warnings(), placed.guarded(), standing:
+    with watch(foreign, own, taker_of(bound.fn)) as seen, warnings.catch_warnings(), placed.guard_pages(), standing:
         warnings.simplefilter("error", FallbackWarning)
         try:
             if how == "bound":
@@ -133,12 +138,15 @@ def call(hands: Hands, task: Task) -> Answer:
     if task.options.get("keep"):
         hands.kept.append((placed, ret))
     return {
-        "outcome": "returned", "ret": hands.returned(placed, ret), "others": sorted(seen - {"own"}),
-        "own": own is None or "own" in seen, **declared(bound),
-    }  # fmt: skip
+        "outcome": "returned",
+        "ret": hands.returned(placed, ret),
+        "others": sorted(seen - {"own"}),
+        "own": own is None or "own" in seen,
+        **declarations(bound),
+    }
 
 
-def declared(bound: Bound) -> Answer:
+def declarations(bound: Bound) -> Answer:
     return {"impl": bound.impl, "graph_safe": bound.graph_safe, "deterministic": bound.deterministic}
 
 
@@ -175,9 +183,12 @@ def refuse(hands: Hands, task: Task) -> Answer:
 def raised(e: Exception) -> Answer:
     argument = e.argument if isinstance(e, ArgumentError) else None
     return {
-        "outcome": "raised", "type": type(e).__name__, "text": str(e), "trace": short_trace(e),
+        "outcome": "raised",
+        "type": type(e).__name__,
+        "text": str(e),
+        "trace": short_trace(e),
         "argument": argument if isinstance(argument, str) else None,
-    }  # fmt: skip
+    }
 
 
 def short_trace(e: BaseException) -> str:
@@ -301,7 +312,12 @@ def _on_device(name: str) -> Callable[[Hands, Task], Answer]:
 
 
 KINDS: Mapping[str, Callable[[Hands, Task], Answer]] = {
-    "call": call, "attempt": attempt, "refuse": refuse, "threads": threads, "repeat": repeat, "many": many,
+    "call": call,
+    "attempt": attempt,
+    "refuse": refuse,
+    "threads": threads,
+    "repeat": repeat,
+    "many": many,
     "again": again,
     **{name: _on_device(name) for name in ("stream", "sync", "graph", "overlap", "memory")},
-}  # fmt: skip
+}

@@ -29,7 +29,7 @@ def main(fd: int) -> None:
 
     try:
         order = read_question(sock)
-        about, hands = opened(order)
+        about, hands = open_target(order)
         beats = Beats(sock)
         if hands is not None:
             hands.beat = beats.one
@@ -81,7 +81,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def open_target(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """(what there is to know of the backend, the hands that call it; None where it can't be had)."""
     from hal._devices import lane_on
     from hal._errors import HalError
@@ -113,15 +113,19 @@ def opened(order: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     entry = table.entries.get(backend.partition("/")[0])
     manifest = entry.manifest if entry else None
     about = {
-        "device": _device_name(target.device), "type": target.device.type, "limits": target.limits,
+        "device": _device_name(target.device),
+        "type": target.device.type,
+        "limits": target.limits,
         "lane": lane_on(lane, target.device),
         "takes": target.takes,
         "lanes": {name: list(types) for name, types in manifest.lanes.items()} if manifest else None,
-        "ops": ops, "own_ops": list(table.found.specs), "states": states,
-        "declared": {op: _declared(target, op) for op in ops if states[op] is None},
+        "ops": ops,
+        "own_ops": list(table.found.specs),
+        "states": states,
+        "declared": {op: _declarations(target, op) for op in ops if states[op] is None},
         "waivers": _waivers(manifest.waivers) if manifest and manifest.waivers else [],
         "distribution": entry.distribution if entry else "",
-    }  # fmt: skip
+    }
     return about, Hands(target, Memory.of_file(order["memory"], order["size"]))
 
 
@@ -133,7 +137,7 @@ def _ops(table: Any, backend: str) -> list[str]:
     return [op for op in table.op_names if any(i.name == which for i in table.entries[name].impls(op))]
 
 
-def _declared(target: Any, op: str) -> list[dict[str, Any]]:
+def _declarations(target: Any, op: str) -> list[dict[str, Any]]:
     """What the manifest says of each implementation."""
     return [
         {"impl": b.impl, "graph_safe": bool(b.graph_safe), "deterministic": bool(b.deterministic)}

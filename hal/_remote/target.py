@@ -165,7 +165,7 @@ class RegistryTarget:
         if self.backend == "reference":
             return Bound(fn, always, "reference", graph_safe=op != "kv_transfer")
         impl = next(i for i in self.impls(op) if self.entry.title(i) == told.chosen.name)
-        return self._bound(impl, told.chosen.name, fn)
+        return self._make_bound(impl, told.chosen.name, fn)
 
     def implementations(self, op: str) -> tuple[Bound, ...]:
         table = current()
@@ -177,16 +177,16 @@ class RegistryTarget:
         for impl in self.impls(op):
             fn = entry.bind(impl, spec.signature) if entry.impl_state(impl, self.lane).ready else None
             if callable(fn):
-                out.append(self._bound(impl, entry.title(impl), fn))
+                out.append(self._make_bound(impl, entry.title(impl), fn))
         return tuple(out)
 
     @staticmethod
-    def _bound(impl: Impl, title: str, fn: Callable[..., Any]) -> Bound:
+    def _make_bound(impl: Impl, title: str, fn: Callable[..., Any]) -> Bound:
         supports = always if impl.supports is None else resolve(impl.supports)
         return Bound(fn, supports, title, impl.graph_safe, impl.deterministic)
 
     def dispatch(self, op: str, arguments: Mapping[str, Any]) -> Any:
-        return _dispatched(op)(**arguments, backend=self.backend)
+        return _dispatcher(op)(**arguments, backend=self.backend)
 
     def foreign(self, op: str) -> dict[CodeType, str]:
         out: dict[CodeType, str] = {}
@@ -211,5 +211,5 @@ class RegistryTarget:
 
 
 @cache
-def _dispatched(op: str) -> Callable[..., Any]:
+def _dispatcher(op: str) -> Callable[..., Any]:
     return dispatcher(op)

@@ -206,18 +206,33 @@ def engine(
     chosen = (engines or {"vllm": "stock,hal", "sglang": "hal,triton,flashinfer"}[name]).split(",")
     if name == "sglang":
         own = sglang.Options(
-            shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), steps, seconds, memory,
-            _read("--sglang", settings, json.loads), speculative, same,
-        )  # fmt: skip
+            shape,
+            dtype,
+            _read("--decode", decode, _pairs),
+            _read("--ttft", ttft, _numbers),
+            steps,
+            seconds,
+            memory,
+            _read("--sglang", settings, json.loads),
+            speculative,
+            same,
+        )
         if returned:
             which = tuple(engines.split(",")) if engines else ("without", "stock", "hal")
             _leave("hal.bench.sglang_hicache", "main", own, which, returned, report)
         _leave("hal.bench.sglang", "main", own, chosen, rounds, report)
     options = vllm.Options(
-        shape, dtype, _read("--decode", decode, _pairs), _read("--ttft", ttft, _numbers), throughput, steps,
-        seconds, memory, _read("--vllm", settings, json.loads),
+        shape,
+        dtype,
+        _read("--decode", decode, _pairs),
+        _read("--ttft", ttft, _numbers),
+        throughput,
+        steps,
+        seconds,
+        memory,
+        _read("--vllm", settings, json.loads),
         _read("--profile", profile, _profiles),
-    )  # fmt: skip
+    )
     _leave("hal.bench.vllm", "main", options, chosen, rounds, report, together)
 
 
@@ -237,8 +252,11 @@ def _read(option: str, text: str, parse: Any) -> Any:
     try:
         return parse(text)
     except ValueError:
-        expected = {"--decode": "such as 1x1024,32x1024", "--ttft": "such as 4096,32768",
-                    "--profile": "such as 32768,128x1024"}.get(option, "JSON")  # fmt: skip
+        expected = {
+            "--decode": "such as 1x1024,32x1024",
+            "--ttft": "such as 4096,32768",
+            "--profile": "such as 32768,128x1024",
+        }.get(option, "JSON")
         raise ArgumentError("bench engine", option, expected, repr(text)) from None
 
 

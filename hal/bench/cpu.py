@@ -86,21 +86,26 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
         def make(bs: int = bs, kind: str = kind) -> dict[str, Any]:
             g = torch.Generator().manual_seed(bs)
             table = _host.randint(0, 2**20, (512 if quick else 4096, 8192), dtype=torch.int32, generator=g)
-            length = {
-                "4 each": _host.full((bs,), 4), "ragged to 64": _host.randint(1, 65, (bs,), generator=g),
-            }.get(kind, _host.full((bs,), 8192))  # fmt: skip
+            length = {"4 each": _host.full((bs,), 4), "ragged to 64": _host.randint(1, 65, (bs,), generator=g)}.get(
+                kind, _host.full((bs,), 8192)
+            )
             start = (_host.rand(bs, generator=g) * (8193 - length)).long()
             return {
-                "req_to_token": table, "req_pool_indices": _host.randint(0, table.shape[0], (bs,), generator=g),
-                "start_offsets": start, "end_offsets": start + length,
+                "req_to_token": table,
+                "req_pool_indices": _host.randint(0, table.shape[0], (bs,), generator=g),
+                "start_offsets": start,
+                "end_offsets": start + length,
                 "out": _host.empty(int(length.sum()), dtype=torch.int64),
-            }  # fmt: skip
+            }
 
         args = tuple(make().values())
         reference = get_spec("assign_extend_cache_locs").reference
         impls: dict[str, Callable[..., Any]] = {
-            OURS: ours, "eager, gathered": gathered, "eager, sliced": sliced, "reference": reference,
-        }  # fmt: skip
+            OURS: ours,
+            "eager, gathered": gathered,
+            "eager, sliced": sliced,
+            "reference": reference,
+        }
         for name, fn in impls.items():
             check("assign_extend_cache_locs", name, partial(_by_position, fn), make)
         calls = {name: partial(fn, *args) for name, fn in impls.items()}
@@ -147,16 +152,21 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
     for model, dtype, tokens in [cases[0], cases[1], cases[13]] if quick else cases:
         fp8 = "to" in dtype
         params: dict[str, Any] = {
-            **SHAPES[model], "n": tokens, "dtype": dtype.split()[0], "slots": 2 * max(tokens, 1024),
-            "max_positions": 4096, **({"cache_dtype": "e4m3", "scale": "float"} if fp8 else {}),
-        }  # fmt: skip
+            **SHAPES[model],
+            "n": tokens,
+            "dtype": dtype.split()[0],
+            "slots": 2 * max(tokens, 1024),
+            "max_positions": 4096,
+            **({"cache_dtype": "e4m3", "scale": "float"} if fp8 else {}),
+        }
 
         def make(params: dict[str, Any] = params) -> dict[str, Any]:
             return get_spec("rope_kv_write").make(**params)
 
         impls: dict[str, Callable[[dict[str, Any]], Any]] = {
-            OURS: partial(by_name, ours), "reference": partial(by_name, get_spec("rope_kv_write").reference),
-        }  # fmt: skip
+            OURS: partial(by_name, ours),
+            "reference": partial(by_name, get_spec("rope_kv_write").reference),
+        }
         if not fp8:
             impls["eager"] = partial(_plain, _eager_rope)
             if not quick and (model, dtype) == ("llama3-8b", "bf16"):
@@ -193,21 +203,35 @@ def kv_transfer(quick: bool = False) -> list[Row]:
 
     layers, tokens, slots = (4, 64, 256) if quick else (32, 1024, 2048)
     kinds: dict[str, dict[str, Any]] = {
-        "mha 8x128": {"heads": 8, "head_dim": 128}, "mla 576": {"mla": True, "head_dim": 576},
-    }  # fmt: skip
+        "mha 8x128": {"heads": 8, "head_dim": 128},
+        "mla 576": {"mla": True, "head_dim": 576},
+    }
     pairs = [
-        ("mha 8x128", "layer_first", "page_first"), ("mha 8x128", "page_first", "layer_first"),
-        ("mha 8x128", "layer_first", "layer_first"), ("mha 8x128", "layer_first", "page_first_direct"),
-        ("mha 8x128", "page_first_direct", "page_first_direct"), ("mha 8x128", "page_head", "layer_first"),
-        ("mla 576", "layer_first", "page_first"), ("mla 576", "page_first", "layer_first"),
-    ]  # fmt: skip
+        ("mha 8x128", "layer_first", "page_first"),
+        ("mha 8x128", "page_first", "layer_first"),
+        ("mha 8x128", "layer_first", "layer_first"),
+        ("mha 8x128", "layer_first", "page_first_direct"),
+        ("mha 8x128", "page_first_direct", "page_first_direct"),
+        ("mha 8x128", "page_head", "layer_first"),
+        ("mla 576", "layer_first", "page_first"),
+        ("mla 576", "page_first", "layer_first"),
+    ]
     rows = []
     for kind, a, b in pairs[:2] if quick else pairs:
         for page in (1, 16, 64):
             make = partial(
-                get_spec("kv_transfer").make, n=tokens, num_layers=layers, src=a, dst=b, src_page=page, dst_page=page,
-                src_slots=slots, dst_slots=slots, order="pages", **kinds[kind],
-            )  # fmt: skip
+                get_spec("kv_transfer").make,
+                n=tokens,
+                num_layers=layers,
+                src=a,
+                dst=b,
+                src_page=page,
+                dst_page=page,
+                src_slots=slots,
+                dst_slots=slots,
+                order="pages",
+                **kinds[kind],
+            )
             impls: dict[str, Callable[[dict[str, Any]], Any]] = {OURS: partial(by_name, ours)}
             if not {"page_head", "page_first_direct"} & {a, b}:
                 impls["eager"] = partial(by_name, _eager_transfer)

@@ -70,8 +70,9 @@ def engine(op: str, quick: bool = False) -> list[Row]:
     contract = get_spec(op)
     ours = launcher("cpu", op)
     impls: dict[str, Callable[[dict[str, Any]], Any]] = {
-        OURS: partial(by_name, ours), "reference": partial(by_name, contract.reference),
-    }  # fmt: skip
+        OURS: partial(by_name, ours),
+        "reference": partial(by_name, contract.reference),
+    }
     if op in _FUSED:
         impls["eager, fused"] = _FUSED[op]
     rows = []

@@ -38,9 +38,7 @@ def vllm_attention(quick: bool = False) -> list[Row]:
                         f"vllm_attention: {model}, {dtype}: outputs are {apart:.2g} apart, of the largest"
                     )
                 case = {"model": model, "dtype": str(dtype).removeprefix("torch."), "bs": bs, "new": new}
-                rows.append({
-                    "op": "vllm_attention", **case, "tokens": tokens, **measure(calls, quick)
-                })  # fmt: skip
+                rows.append({"op": "vllm_attention", **case, "tokens": tokens, **measure(calls, quick)})
     return rows
 
 
@@ -78,9 +76,18 @@ def _calls(
     ops.cpu_attn_reshape_and_cache(k, v, their_k, their_v, slots, isa)
     lengths = _host.full((bs,), tokens, dtype=torch.int32)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=bs, num_heads=heads, num_kv_heads=kv_heads, head_dim=size, seq_lens=lengths, dtype=dtype,
-        query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
-    )  # fmt: skip
+        num_reqs=bs,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        seq_lens=lengths,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
     their_out = torch.empty_like(q)
 
     def ours() -> Tensor:

@@ -66,10 +66,16 @@ def about(shape: str, dtype: str, *distributions: str) -> dict[str, Any]:
     """What a report begins with; `distributions`: of the engine, whichever is installed."""
     it = machine("cuda" if has_gpu() else "cpu")
     return {
-        "date": it["date"], "commit": os.environ.get("GIT_COMMIT") or it["commit"], "shape": shape, "dtype": dtype,
-        "device": it["device"], "torch": it["versions"]["torch"], "python": it["python"],
-        "engine": next(filter(None, map(version, distributions)), ""), "triton": it["versions"]["triton"] or "",
-    }  # fmt: skip
+        "date": it["date"],
+        "commit": os.environ.get("GIT_COMMIT") or it["commit"],
+        "shape": shape,
+        "dtype": dtype,
+        "device": it["device"],
+        "torch": it["versions"]["torch"],
+        "python": it["python"],
+        "engine": next(filter(None, map(version, distributions)), ""),
+        "triton": it["versions"]["triton"] or "",
+    }
 
 
 def write(report: dict[str, Any], file: Path | None) -> None:
@@ -95,11 +101,16 @@ def agreement(stock: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any
     rows = []
     for s, h in zip(stock.get("logits", []), ours.get("logits", []), strict=False):
         same = sum(1 for _ in _while_equal(s["tokens"], h["tokens"]))
-        rows.append({
-            "length": s["length"], "hal_to_stock": far(s["alone"], h["alone"]),
-            "hal_to_stock_batched": far(s["batched"], h["batched"]), "stock_to_itself": far(s["alone"], s["batched"]),
-            "in_both_top_20": len(s["alone"].keys() & h["alone"].keys()), "equal_greedy_tokens": same,
-        })  # fmt: skip
+        rows.append(
+            {
+                "length": s["length"],
+                "hal_to_stock": far(s["alone"], h["alone"]),
+                "hal_to_stock_batched": far(s["batched"], h["batched"]),
+                "stock_to_itself": far(s["alone"], s["batched"]),
+                "in_both_top_20": len(s["alone"].keys() & h["alone"].keys()),
+                "equal_greedy_tokens": same,
+            }
+        )
     return rows
 
 

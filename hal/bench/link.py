@@ -45,8 +45,13 @@ def _receive(pipe: Connection, tokens: int, layers: int, layout: str, device: st
             if asked is None:
                 return
             if asked == "rows":
-                pipe.send([half[:64].cpu().float().reshape(64, -1).sum(1).tolist()
-                           for half in _rows(link.pool) if half is not None])  # fmt: skip
+                pipe.send(
+                    [
+                        half[:64].cpu().float().reshape(64, -1).sum(1).tolist()
+                        for half in _rows(link.pool)
+                        if half is not None
+                    ]
+                )
             elif asked == "steps":
                 pipe.send(received.steps if received else {})
             else:
@@ -139,11 +144,16 @@ def measure(tokens: int, layers: int, rounds: int, device: str, layout: str, to_
     size = sum(t.numel() * t.element_size() for t in pool.tensors)
     rates = {name: size / statistics.median(times) / 1e9 for name, times in found.items()}
     return {
-        "device": device, "to device": second, "to": layout, "bytes": size, "tokens": tokens, "layers": layers,
+        "device": device,
+        "to device": second,
+        "to": layout,
+        "bytes": size,
+        "tokens": tokens,
+        "layers": layers,
         **{f"{name} GB/s": rate for name, rate in rates.items()},
         "link / plain": rates["link"] / rates["plain"],
         "steps, ms": {name: statistics.median(times) * 1e3 for name, times in steps.items()},
-    }  # fmt: skip
+    }
 
 
 def main(device: str, to_device: str, tokens: int, layers: int, rounds: int, as_json: bool) -> int:
@@ -154,7 +164,9 @@ def main(device: str, to_device: str, tokens: int, layers: int, rounds: int, as_
     print(f"{'device':<13}{'from':<13}{'to':<13}{'MB':>6}{'plain GB/s':>12}{'link GB/s':>12}{'link / plain':>14}")
     for r in rows:
         devices = f"{r['device']}, {r['to device']}"
-        print(f"{devices:<13}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
-              f"{r['link GB/s']:>12.3f}{r['link / plain']:>14.3f}")  # fmt: skip
+        print(
+            f"{devices:<13}{'layer_first':<13}{r['to']:<13}{r['bytes'] / 1e6:>6.0f}{r['plain GB/s']:>12.3f}"
+            f"{r['link GB/s']:>12.3f}{r['link / plain']:>14.3f}"
+        )
         print("  over after: " + ", ".join(f"{name} {ms:.2f}" for name, ms in r["steps, ms"].items()) + " ms")
     return 0

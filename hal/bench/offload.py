@@ -92,8 +92,12 @@ def measure(layers: int, block_size: int, count: int, together: bool = False) ->
         for way, copy in (("store", lambda: pinned.copy_(flat)), ("load", lambda: flat.copy_(pinned))):
             found.setdefault(("memcpy", way), []).append(pinned.numel() / _seconds(copy))
     row: dict[str, Any] = {
-        "layers": layers, "block_size": block_size, "blocks": count, "bytes": size, "layers together": together,
-    }  # fmt: skip
+        "layers": layers,
+        "block_size": block_size,
+        "blocks": count,
+        "bytes": size,
+        "layers together": together,
+    }
     for (name, way), rates in found.items():
         row[f"{way} {name} GB/s"] = statistics.median(rates) / 1e9
     for way in ("store", "load"):
@@ -134,9 +138,11 @@ def child(spec: str, tokens: str, shape: str, file: str) -> None:
     config = {"spec_name": spec, "cpu_bytes_to_use": 8 * 2**30}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
     settings = {
-        "enable_prefix_caching": True, "enforce_eager": True, "kv_transfer_config": connector,
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        "kv_transfer_config": connector,
         "kv_cache_memory_bytes": 8 * 2**30,
-    }  # fmt: skip
+    }
     llm = vllm._engine(vllm.Options(shape=shape, decode=(), ttft=(n,), throughput=0, memory=0.3, vllm=settings))
     vllm.check_engine("hal" if spec.startswith("Hal") else "stock", llm.apply_model(vllm._classes)[0])
     vocabulary = llm.llm_engine.model_config.get_vocab_size()

@@ -68,9 +68,13 @@ def draw(run: dict[str, Any], file: str) -> None:
             sizes, speeds = zip(*sorted(points), strict=True)
             roof = line in _ROOFS
             axis.plot(
-                sizes, speeds, "--" if roof else "o-", color=_COLOURS.get(line),
-                label=f"{line}: the roof" if roof else line, linewidth=2.5 if line == "hal" else 1.5,
-            )  # fmt: skip
+                sizes,
+                speeds,
+                "--" if roof else "o-",
+                color=_COLOURS.get(line),
+                label=f"{line}: the roof" if roof else line,
+                linewidth=2.5 if line == "hal" else 1.5,
+            )
         ticks = sorted({size for points in lines.values() for size, _ in points})
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=name, xticks=ticks)
         axis.set_xticklabels(map(str, ticks))

@@ -211,11 +211,17 @@ def simulate(
             cluster = Cluster(link, policy)
             waits = cluster.run(requests, random.Random(seed))
             follow_ups = max(1, count - cluster.ways["new"])
-            rows.append({
-                "gigabits": link, "policy": policy, "median": percentile(waits, 0.5), "p99": percentile(waits, 0.99),
-                "gpu_seconds": cluster.computed / count, "gigabytes": cluster.moved / count / 1e9,
-                **{way: cluster.ways[way] / follow_ups for way in ("here", "moved", "again")},
-            })  # fmt: skip
+            rows.append(
+                {
+                    "gigabits": link,
+                    "policy": policy,
+                    "median": percentile(waits, 0.5),
+                    "p99": percentile(waits, 0.99),
+                    "gpu_seconds": cluster.computed / count,
+                    "gigabytes": cluster.moved / count / 1e9,
+                    **{way: cluster.ways[way] / follow_ups for way in ("here", "moved", "again")},
+                }
+            )
     return rows
 
 

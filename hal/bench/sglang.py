@@ -145,13 +145,23 @@ def _engine(attention: str, options: Options, folder: str) -> Any:
     longest = max([c + options.steps for _, c in options.decode] + [*options.ttft, 1024]) + 64
     tokens = max([b * (c + options.steps + 64) for b, c in options.decode] + [2 * longest])
     settings: dict[str, Any] = {
-        "model_path": folder, "load_format": "dummy", "dtype": options.dtype, "skip_tokenizer_init": True,
-        "context_length": min(longest, shape["max_position_embeddings"]), "max_running_requests": batch,
-        "max_total_tokens": tokens + 4096, "mem_fraction_static": options.memory, "random_seed": 0, "page_size": 1,
-        "log_level": "warning", "attention_backend": attention, "cuda_graph_backend_prefill": "disabled",
+        "model_path": folder,
+        "load_format": "dummy",
+        "dtype": options.dtype,
+        "skip_tokenizer_init": True,
+        "context_length": min(longest, shape["max_position_embeddings"]),
+        "max_running_requests": batch,
+        "max_total_tokens": tokens + 4096,
+        "mem_fraction_static": options.memory,
+        "random_seed": 0,
+        "page_size": 1,
+        "log_level": "warning",
+        "attention_backend": attention,
+        "cuda_graph_backend_prefill": "disabled",
         "cuda_graph_bs_decode": engine_report.graph_sizes(batch),
-        **(_drafts(options, folder) if options.drafts else {}), **options.settings,
-    }  # fmt: skip
+        **(_drafts(options, folder) if options.drafts else {}),
+        **options.settings,
+    }
     return Engine(**settings)
 
 
@@ -162,9 +172,12 @@ def _drafts(options: Options, folder: str) -> dict[str, Any]:
     config = json.loads(Path(folder, "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     return {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(path), "speculative_eagle_topk": 1,
-        "speculative_num_steps": options.drafts, "speculative_num_draft_tokens": options.drafts + 1,
-    }  # fmt: skip
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(path),
+        "speculative_eagle_topk": 1,
+        "speculative_num_steps": options.drafts,
+        "speculative_num_draft_tokens": options.drafts + 1,
+    }
 
 
 def _logits(generate: Any, prompt: Any) -> list[dict[str, Any]]:
@@ -189,8 +202,16 @@ def _decode(generate: Any, prompt: Any, batch: int, context: int, steps: int, sa
     counts = [_verified(longs) - _verified(shorts) for (_, shorts), (_, longs) in pairs]
     seconds = statistics.median(each)
     step = statistics.median(s / (n or steps) for s, n in zip(each, counts, strict=True))
-    return [{"batch": batch, "context": context, "tokens_s": batch * steps / seconds, "all_s": each,
-            "median_step_ms": step * 1e3, "steps": [n or steps for n in counts]}]  # fmt: skip
+    return [
+        {
+            "batch": batch,
+            "context": context,
+            "tokens_s": batch * steps / seconds,
+            "all_s": each,
+            "median_step_ms": step * 1e3,
+            "steps": [n or steps for n in counts],
+        }
+    ]
 
 
 def _verified(outs: list[Any]) -> int:
@@ -223,9 +244,12 @@ def main(options: Options, attentions: Sequence[str], rounds: int, file: Path | 
 def about(options: Options) -> dict[str, Any]:
     """What a report begins with."""
     return {
-        **engine_report.about(options.shape, options.dtype, "sglang"), "settings": options.settings,
-        "same_tokens": options.same, "drafts": options.drafts, "flashinfer": version("flashinfer-python") or "",
-    }  # fmt: skip
+        **engine_report.about(options.shape, options.dtype, "sglang"),
+        "settings": options.settings,
+        "same_tokens": options.same,
+        "drafts": options.drafts,
+        "flashinfer": version("flashinfer-python") or "",
+    }
 
 
 def _report(options: Options, attentions: Sequence[str], runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -89,13 +89,21 @@ def child(engine: str, tokens: str, options: str, folder: str) -> None:
 def measure(engine: str, tokens: int, options: sglang.Options, folder: str) -> dict[str, Any]:
     """One engine's rows, and of its copies the GB/s of each way."""
     hicache = {
-        "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_io_backend": "kernel",
-        "hicache_mem_layout": "page_first", "hicache_write_policy": "write_through",
-    }  # fmt: skip
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 4.0,
+        "hicache_io_backend": "kernel",
+        "hicache_mem_layout": "page_first",
+        "hicache_write_policy": "write_through",
+    }
     settings = {
-        "max_total_tokens": 2 * tokens + tokens // 2, "page_size": 64, "disable_cuda_graph": True,
-        "max_running_requests": 4, "chunked_prefill_size": 2 * tokens, **hicache, **options.settings,
-    }  # fmt: skip
+        "max_total_tokens": 2 * tokens + tokens // 2,
+        "page_size": 64,
+        "disable_cuda_graph": True,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 2 * tokens,
+        **hicache,
+        **options.settings,
+    }
     if engine == "without":
         settings = {k: v for k, v in settings.items() if k not in hicache}
     attention = settings.pop("attention_backend", "triton")
@@ -110,8 +118,12 @@ def measure(engine: str, tokens: int, options: sglang.Options, folder: str) -> d
         (out,) = llm.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True)
         seconds, about = time.perf_counter() - begin, out["meta_info"]
         time.sleep(0.2)  # until what is stored has been
-        return {"ms": seconds * 1e3, "cached": about["cached_tokens"], "tokens": out["output_ids"],
-                "logprobs": [x[0] for x in about["output_token_logprobs"]]}  # fmt: skip
+        return {
+            "ms": seconds * 1e3,
+            "cached": about["cached_tokens"],
+            "tokens": out["output_ids"],
+            "logprobs": [x[0] for x in about["output_token_logprobs"]],
+        }
 
     rows = []
     for i in range(PROMPTS):

@@ -121,7 +121,7 @@ class Arena:
         return start
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
+    def borrow(self) -> Iterator[None]:
         """What is handed out inside is taken back on leaving."""
         mark = self.top
         try:

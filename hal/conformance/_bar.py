@@ -11,9 +11,16 @@ from hal.conformance._result import FAILED, Case, Result
 Progress = Callable[[Result, int, int], None]
 
 WEIGHTS = {
-    "soak": 100, "leak": 100, "later": 100, "ragged": 100, "fresh": 15, "sequence": 15, "threads": 15, "extremes": 5,
+    "soak": 100,
+    "leak": 100,
+    "later": 100,
+    "ragged": 100,
+    "fresh": 15,
+    "sequence": 15,
+    "threads": 15,
+    "extremes": 5,
     "defaults": 5,
-}  # fmt: skip
+}
 """How many times as long as a plain call a case of a proof takes, about: or the time left would be told too short."""
 
 

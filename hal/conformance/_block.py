@@ -77,7 +77,7 @@ class Block:
     def _now(self) -> list[Tensor]:
         return self._bytes() if self._after is None else self._after
 
-    def touched(self, named: Tensor | None) -> str | None:
+    def changes(self, named: Tensor | None) -> str | None:
         """What changed since `snapshot` beyond the elements in `named` (None: none of them), in words."""
         item = self.view.dtype.itemsize
         for w, before, after in zip(self._windows, self._before, self._now(), strict=True):

@@ -15,8 +15,12 @@ from hal.ops.spec import INDEX, OpSpec, PoolArg, Sample, TensorArg
 
 T = TypeVar("T")
 
-PLACEMENTS = ("device-to-host", "host-to-device", "host-to-host", "device-to-host-cpu-slots",
-              "host-to-device-cpu-slots", "device-to-device-cpu-slots")  # fmt: skip
+PLACEMENTS = tuple(
+    """
+    device-to-host host-to-device host-to-host device-to-host-cpu-slots host-to-device-cpu-slots
+    device-to-device-cpu-slots
+    """.split()
+)
 DEVICE_PROOFS = {
     "stream": "on a stream that is not the default one, behind slow work, the result is right and ordered",
     "sync": "behind a spinning kernel the call returns while the stream is busy",

@@ -56,13 +56,20 @@ class Apart:
         # A judge whose contracts are ours loads no plugin at all; its worker gets `job.plugins`.
         env = environment(job.lane, job.imports, job.plugins if plugin else ("cpu",))
         order = {
-            "job": job.to_json(), "cases": [c.id for c in cases], "plugin": plugin, "only_list": only_list,
+            "job": job.to_json(),
+            "cases": [c.id for c in cases],
+            "plugin": plugin,
+            "only_list": only_list,
             "out": there,
-        }  # fmt: skip
+        }
         self._child = subprocess.Popen(
             [sys.executable, "-c", "from hal.conformance._judge import main; main()"],
-            env=env, pass_fds=(there,), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env=env,
+            pass_fds=(there,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(there)
         self._lines = open(here, encoding="utf-8")  # noqa: SIM115
         assert self._child.stdin is not None

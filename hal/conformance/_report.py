@@ -34,8 +34,14 @@ CAN_NOT_SHOW = (
 )
 SHOWN = 12
 """Kinds of failures that the terminal shows."""
-MARKS = {PASSED: "ok", FAILED: "FAILED", REFUSED: "refused", NOT_APPLICABLE: "n/a", NOT_RUN: "not run",
-         SIMULATED: "simulated"}  # fmt: skip
+MARKS = {
+    PASSED: "ok",
+    FAILED: "FAILED",
+    REFUSED: "refused",
+    NOT_APPLICABLE: "n/a",
+    NOT_RUN: "not run",
+    SIMULATED: "simulated",
+}
 
 
 def verdict(
@@ -221,7 +227,7 @@ def terminal(report: Mapping[str, Any]) -> str:
         lines += ["  " + line for line in more.splitlines()]
     if len(alike) > SHOWN:
         lines += ["", f"and {len(alike) - SHOWN} other kinds of failures; --report has them all"]
-    lines += _skipped(report["cases"])
+    lines += _skip_lines(report["cases"])
     lines += ["", count_outcomes(result)]
     own = report["trust"]["own_oracle"]
     if own:
@@ -261,7 +267,7 @@ def _matrix(cases: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     return lines
 
 
-def _skipped(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _skip_lines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines: what was refused or has not run, and why; ops of which the same is said but for their name in one."""
     found: dict[tuple[str, str, bool], Counter[str]] = {}
     ran = ops_run(cases)

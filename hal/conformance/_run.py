@@ -44,9 +44,16 @@ class Outcome:
 
 
 def run_backend(
-    backend: str, lane: str, ops: Sequence[str], cases: Sequence[Case], *, imports: Sequence[str] = (),
-    silence: float | None = None, jobs: int = 1, seed: int = 0,
-) -> Outcome:  # fmt: skip
+    backend: str,
+    lane: str,
+    ops: Sequence[str],
+    cases: Sequence[Case],
+    *,
+    imports: Sequence[str] = (),
+    silence: float | None = None,
+    jobs: int = 1,
+    seed: int = 0,
+) -> Outcome:
     """Runs cases on a backend in processes of its own; one that dies or hangs fails the case it was in."""
     job = job_for(backend, lane, None, imports, ops, silence, seed=seed)
     with Worker(job) as worker:
@@ -238,10 +245,15 @@ def judge_backend(
         "waivers": [asdict(w) for w in waivers],
         "cases": rows,
         "verdict": _report.verdict(
-            cases, {r["id"]: r["outcome"] for r in rows}, waivers, core=core_ops(), certify=certify, today=today,
+            cases,
+            {r["id"]: r["outcome"] for r in rows},
+            waivers,
+            core=core_ops(),
+            certify=certify,
+            today=today,
             reasons={r["id"]: r["reason"] for r in rows},
         ),
-    }  # fmt: skip
+    }
     return Report(document)
 
 
@@ -288,9 +300,17 @@ def _declared_waivers(backend: str, raw: Any) -> tuple[_waivers.Waiver, ...]:
 def surroundings(distribution: str) -> dict[str, Any]:
     """Versions and RECORD hashes of what took part."""
     names = [
-        "hal-kernels", "torch", "triton", "triton-ascend", "ascendnpu-ir", "numba", "llvmlite", "numpy", "pluggy",
+        "hal-kernels",
+        "torch",
+        "triton",
+        "triton-ascend",
+        "ascendnpu-ir",
+        "numba",
+        "llvmlite",
+        "numpy",
+        "pluggy",
         "hypothesis",
-    ]  # fmt: skip
+    ]
     if distribution:
         names.append(distribution)
     found = []

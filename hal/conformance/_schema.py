@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "integer": (int,),
-    "number": (int, float), "null": (type(None),),
-}  # fmt: skip
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "null": (type(None),),
+}
 
 
 def misfits(value: Any, schema: Mapping[str, Any], at: str = "$") -> list[str]:
@@ -18,13 +23,13 @@ def misfits(value: Any, schema: Mapping[str, Any], at: str = "$") -> list[str]:
     if "type" in schema:
         allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         if not any(_is(value, k) for k in allowed):
-            return [f"{at}: expected {' or '.join(allowed)}, got {_shown(value)}"]
+            return [f"{at}: expected {' or '.join(allowed)}, got {_show(value)}"]
     if "const" in schema and value != schema["const"]:
-        out.append(f"{at}: expected {schema['const']!r}, got {_shown(value)}")
+        out.append(f"{at}: expected {schema['const']!r}, got {_show(value)}")
     if "enum" in schema and value not in schema["enum"]:
-        out.append(f"{at}: expected one of {', '.join(map(str, schema['enum']))}, got {_shown(value)}")
+        out.append(f"{at}: expected one of {', '.join(map(str, schema['enum']))}, got {_show(value)}")
     if "minimum" in schema and value < schema["minimum"]:
-        out.append(f"{at}: expected at least {schema['minimum']}, got {_shown(value)}")
+        out.append(f"{at}: expected at least {schema['minimum']}, got {_show(value)}")
     if isinstance(value, dict):
         known = schema.get("properties", {})
         rest = schema.get("additionalProperties", True)
@@ -46,5 +51,5 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, _KINDS[kind])
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return f"{value!r:.60}" if isinstance(value, str | int | float | bool | None) else type(value).__name__

@@ -19,10 +19,26 @@ HAL = Path(__file__).parent.parent
 NOT_JUDGED = ("bench", "cli.py", "conformance", "demo", "engines", "__main__.py", "backends")
 """Of hal: the suite, which has a hash of its own, what no op runs, and the backends, of which one is judged."""
 SUITE = ("conformance", "_remote", "ops", "kv", "_errors.py", "_host.py", "_memory.py")
-SUFFIXES = frozenset({
-    ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".ptx", ".cubin", ".py", ".pyd", ".pyx", ".so", ".dll",
-    ".dylib",
-})  # fmt: skip
+SUFFIXES = frozenset(
+    {
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".h",
+        ".hpp",
+        ".json",
+        ".ptx",
+        ".cubin",
+        ".py",
+        ".pyd",
+        ".pyx",
+        ".so",
+        ".dll",
+        ".dylib",
+    }
+)
 
 
 def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
@@ -44,7 +60,7 @@ def code_of(backend: str, imports: Sequence[str] = ()) -> dict[str, Any]:
         for point in _points.entry_points():
             if point.name == name and point.fault is None:
                 own |= dict(_package(point.value.partition(":")[0].partition(".")[0]))
-                own |= dict(_installed(point.dist))
+                own |= dict(_installed_files(point.dist))
     found = hashes({**files, **own})
     return {"files": found, "sha256": digest(found), "complete": bool(own)}
 
@@ -97,7 +113,7 @@ def _package(top: str, path: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
         yield from under(Path(place), top)
 
 
-def _installed(dist: metadata.Distribution | None) -> Iterator[tuple[str, Path]]:
+def _installed_files(dist: metadata.Distribution | None) -> Iterator[tuple[str, Path]]:
     """The files that a distribution has installed; of an editable one there are none."""
     for file in (dist.files or []) if dist is not None and dist.name != DISTRIBUTION else []:
         path = Path(str(file.locate()))

@@ -75,10 +75,10 @@ def judge(wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str) -> d
         _note(room, got, want)
     named = {id(block): want.named for _, want, block in flat}
     for block in placed.all():
-        changed = block.touched(named.get(id(block)))
+        changed = block.changes(named.get(id(block)))
         if changed is not None:
             problems.append(changed)
-    problems += _returned(wants, placed, ret, device, room)
+    problems += _judge_return(wants, placed, ret, device, room)
     if problems:
         raise Failure("; ".join(problems[:4]))
     return room
@@ -167,7 +167,9 @@ def _show(x: Tensor) -> str:
     )
 
 
-def _returned(wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str, room: dict[str, float]) -> list[str]:
+def _judge_return(
+    wants: Mapping[str, Want], placed: Placed, ret: Ret, device: str, room: dict[str, float]
+) -> list[str]:
     want = wants.get("return")
     if want is None:
         return [] if ret.kind == "none" else [f"return: expected None, got {ret.type}"]

@@ -107,9 +107,14 @@ def inconsistencies(report: Mapping[str, Any], theirs: Sequence[Case] = ()) -> t
     except ValueError as e:
         return [*wrong, str(e)], []
     again = _report.verdict(
-        cases, {i: r["outcome"] for i, r in rows.items()}, waivers, core=core_ops(), certify=report["certify"],
-        today=report["date"], reasons={i: r["reason"] for i, r in rows.items()},
-    )  # fmt: skip
+        cases,
+        {i: r["outcome"] for i, r in rows.items()},
+        waivers,
+        core=core_ops(),
+        certify=report["certify"],
+        today=report["date"],
+        reasons={i: r["reason"] for i, r in rows.items()},
+    )
     for key, value in again.items():
         if report["verdict"].get(key) != value:
             wrong.append(

@@ -156,15 +156,25 @@ class Worker:
         fds = (theirs.fileno(), self.arena.fd)
         self._child = subprocess.Popen(
             [sys.executable, "-c", f"from hal._remote.serve import main; main({fds[0]})"],
-            cwd=work, env=environment(self.job.lane, self.job.imports, self.job.plugins), pass_fds=fds,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors, start_new_session=True,
-        )  # fmt: skip
+            cwd=work,
+            env=environment(self.job.lane, self.job.imports, self.job.plugins),
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
         theirs.close()
         self._sock, self._buffer = ours, b""
         order = {
-            "backend": self.job.backend, "lane": self.job.lane, "device": self.job.device, "ops": self.job.ops,
-            "imports": self.job.imports, "memory": self.arena.fd, "size": self.arena.size,
-        }  # fmt: skip
+            "backend": self.job.backend,
+            "lane": self.job.lane,
+            "device": self.job.device,
+            "ops": self.job.ops,
+            "imports": self.job.imports,
+            "memory": self.arena.fd,
+            "size": self.arena.size,
+        }
         self.begin()
         try:
             self.about = dict(self._ask(order, max(self.job.limit, START)))

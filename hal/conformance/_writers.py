@@ -84,16 +84,22 @@ def junit(report: Mapping[str, Any]) -> str:
     for op in matrix(report["cases"]):
         mine = [c for c in report["cases"] if c["op"] == op]
         suite = ElementTree.SubElement(
-            root, "testsuite", name=op, tests=str(len(mine)),
+            root,
+            "testsuite",
+            name=op,
+            tests=str(len(mine)),
             failures=str(sum(c["outcome"] == FAILED for c in mine)),
             skipped=str(sum(c["outcome"] in (REFUSED, NOT_RUN, NOT_APPLICABLE, SIMULATED) for c in mine)),
             time=f"{sum(c['seconds'] for c in mine):.3f}",
-        )  # fmt: skip
+        )
         for c in mine:
             case = ElementTree.SubElement(
-                suite, "testcase", classname=f"{op}.{c['proof']}", name=c["id"].split("/", 2)[2],
+                suite,
+                "testcase",
+                classname=f"{op}.{c['proof']}",
+                name=c["id"].split("/", 2)[2],
                 time=f"{c['seconds']:.4f}",
-            )  # fmt: skip
+            )
             if c["outcome"] == FAILED:
                 body = ElementTree.SubElement(case, "failure", message=_plain(tell_case(c)[0]))
                 body.text = _plain(failure_text(c))
@@ -131,9 +137,14 @@ def page(report: Mapping[str, Any]) -> str:
     e = html.escape
     result, cases = report["verdict"], report["cases"]
     state = (
-        "certified" if result["certified"] else "failed" if result["failed"] else "not certified"
-        if report["certify"] else "passed, not a certificate"
-    )  # fmt: skip
+        "certified"
+        if result["certified"]
+        else "failed"
+        if result["failed"]
+        else "not certified"
+        if report["certify"]
+        else "passed, not a certificate"
+    )
     tone = "good" if result["certified"] or state.startswith("passed") else "bad"
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",

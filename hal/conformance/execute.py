@@ -119,7 +119,7 @@ class Executor:
         like: str = "",
     ) -> None:
         """One call, judged; see `execute` and, for `like`, `call`."""
-        with self.caller.arena.borrowed():
+        with self.caller.arena.borrow():
             placed = self.place(arguments, poison, shift, where, side)
             ret = self.call(placed, how, like=like)
             try:
@@ -142,9 +142,14 @@ class Executor:
             if rest.endswith("cpu-slots") or arguments.get("method") == "direct" or where == "host-to-host":
                 host |= {"src_slots": "host", "dst_slots": "host"}
         return place(
-            arguments, Room(self.caller.arena, side=side), poison=poison, outputs=self.outputs, shift=shift, where=host,
+            arguments,
+            Room(self.caller.arena, side=side),
+            poison=poison,
+            outputs=self.outputs,
+            shift=shift,
+            where=host,
             apart=self.written,
-        )  # fmt: skip
+        )
 
     def do(self, kind: str, *placed: Placed, **options: Any) -> Mapping[str, Any]:
         """What the backend's process says of a task."""
@@ -189,6 +194,6 @@ class Executor:
 def check_untouched(placed: Placed, otherwise: str) -> None:
     """Raises `Failure` where anything at all was written."""
     for block in placed.all():
-        changed = block.touched(None)
+        changed = block.changes(None)
         if changed is not None:
             raise Failure(f"{otherwise}: {changed}")

@@ -113,9 +113,15 @@ def engine_for(model: Llama, prompts: Sequence[list[int]], new: int, late: int =
     pages = sorted((-(-(len(p) + new) // PAGE_SIZE) for p in prompts), reverse=True)
     slots = sum(pages[:running]) * PAGE_SIZE
     return Engine(
-        model, slots=slots, host_slots=slots * share, max_running=running, max_length=pages[0] * PAGE_SIZE,
-        page_size=PAGE_SIZE, share=share, record=record_cuda if model.device.type == "cuda" else None,
-    )  # fmt: skip
+        model,
+        slots=slots,
+        host_slots=slots * share,
+        max_running=running,
+        max_length=pages[0] * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        share=share,
+        record=record_cuda if model.device.type == "cuda" else None,
+    )
 
 
 @torch.inference_mode()

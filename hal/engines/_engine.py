@@ -134,8 +134,16 @@ def states() -> list[dict[str, Any]]:
         elif not why:
             its_own = f"; {e.flag} alone asks for attention" + (f", after {e.also}" if e.also else "")
             why = f"HAL_ENGINES does not name it{its_own}"
-        rows.append({"name": e.name, "distribution": found[0] if found else "", "version": found[1] if found else "",
-                     "tested": e.tested, "state": state, "reason": why})  # fmt: skip
+        rows.append(
+            {
+                "name": e.name,
+                "distribution": found[0] if found else "",
+                "version": found[1] if found else "",
+                "tested": e.tested,
+                "state": state,
+                "reason": why,
+            }
+        )
     return rows
 
 

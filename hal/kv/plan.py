@@ -63,7 +63,7 @@ def pairs(
     return a, b
 
 
-def grouped(joined: Tensor) -> Tensor:
+def find_runs(joined: Tensor) -> Tensor:
     """Runs of things, ``[runs, 2]`` (first, how many), where ``joined[i]`` says that i and i + 1 are of one run."""
     first = torch.cat([_host.zeros(1, dtype=torch.int64), (~joined).nonzero().view(-1) + 1])
     return torch.stack([first, torch.diff(first, append=_host.tensor([joined.shape[0] + 1]))], dim=1)
@@ -86,7 +86,7 @@ def runs(*sides: tuple[Tensor, KVPool]) -> Tensor:
         joined &= slots[1:] == slots[:-1] + 1
         if not all(p.page_stride == pool.page_size * p.token_stride for p in pool.planes()):
             joined &= slots[1:] % pool.page_size != 0
-    return grouped(joined)
+    return find_runs(joined)
 
 
 def copies(
@@ -145,6 +145,6 @@ def _join(src: Tensor, dst: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tens
     """Copies with those joined that continue the one before on both sides, e.g. the layers of a whole page."""
     if sizes.shape[0] == 0:
         return src, dst, sizes
-    found = grouped((src[1:] == src[:-1] + sizes[:-1]) & (dst[1:] == dst[:-1] + sizes[:-1]))
+    found = find_runs((src[1:] == src[:-1] + sizes[:-1]) & (dst[1:] == dst[:-1] + sizes[:-1]))
     first, ends = found[:, 0], sizes.cumsum(0)
     return src[first], dst[first], torch.diff((ends - sizes)[first], append=ends[-1:])

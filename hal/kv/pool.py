@@ -96,9 +96,21 @@ class KVPool:
 
     __slots__ = (
         "_extents",
-        "_planes", "device", "dtype", "k", "key", "layout", "num_layers", "num_slots", "page_size", "pinned",
-        "row_shape", "tensors", "v", "v_row_shape",
-    )  # fmt: skip
+        "_planes",
+        "device",
+        "dtype",
+        "k",
+        "key",
+        "layout",
+        "num_layers",
+        "num_slots",
+        "page_size",
+        "pinned",
+        "row_shape",
+        "tensors",
+        "v",
+        "v_row_shape",
+    )
 
     k: Tensor | tuple[Tensor, ...]
     v: Tensor | tuple[Tensor, ...] | None
@@ -145,9 +157,16 @@ class KVPool:
         self._extents = self._memory()
         self._planes = tuple(self._plane(half) for half in (self.k, self.v) if half is not None)
         self.key = (
-            layout, self.device, self.dtype, page_size, self.row_shape, self.v_row_shape, self.num_layers,
-            isinstance(self.k, tuple), self.pinned,
-        )  # fmt: skip
+            layout,
+            self.device,
+            self.dtype,
+            page_size,
+            self.row_shape,
+            self.v_row_shape,
+            self.num_layers,
+            isinstance(self.k, tuple),
+            self.pinned,
+        )
         """What selection may know of the pool: never the number of slots."""
 
     @staticmethod
@@ -232,8 +251,11 @@ class KVPool:
         made = KVPool(self.k, self.v, self.layout, self.page_size)
         if (made.key, made.num_slots) != (self.key, self.num_slots):
             name = "pinned" if made.pinned != self.pinned else "shape, dtype or device"
-            raise _bad("k", f"{self}, pinned {self.pinned}, as it was made", f"{made}, pinned {made.pinned}: its "
-                       f"tensors have been given other memory ({name}); make a new KVPool")  # fmt: skip
+            raise _bad(
+                "k",
+                f"{self}, pinned {self.pinned}, as it was made",
+                f"{made}, pinned {made.pinned}: its tensors have been given other memory ({name}); make a new KVPool",
+            )
         self._planes, self._extents = made._planes, made._extents
 
     def __reduce__(self) -> tuple[Any, ...]:

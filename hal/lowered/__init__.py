@@ -25,9 +25,21 @@ from hal.lowered.machine import Launch, Traffic, launch, recording, untraced
 from hal.lowered.toolchain import missing
 
 __all__ = [
-    "AccessError", "Launch", "Lowered", "LoweredError", "LoweringError", "RaceError", "ToolchainError", "Traffic",
-    "lower", "missing", "recording", "run", "shared_writes", "untraced",
-]  # fmt: skip
+    "AccessError",
+    "Launch",
+    "Lowered",
+    "LoweredError",
+    "LoweringError",
+    "RaceError",
+    "ToolchainError",
+    "Traffic",
+    "lower",
+    "missing",
+    "recording",
+    "run",
+    "shared_writes",
+    "untraced",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -53,7 +53,7 @@ def apart(module: str) -> str:
     return "\n".join(line for lines in out for line in lines)
 
 
-def ordered(module: str) -> str:
+def order_loops(module: str) -> str:
     """Linalg on buffers, whose reductions have the loop innermost in which most operands are contiguous."""
     maps: dict[str, tuple[list[str], str]] = {}
     out: list[str] = []

@@ -206,10 +206,17 @@ def _from_disk(jit_fn: Any, values: Sequence[Any], options: dict[str, Any]) -> L
             constants[p.name] = v
     args = tuple(n for n in signature if n not in constants)
     parts = (
-        toolchain.fingerprint(), BUFFERIZE, TO_LLVM, *map(_text, (loops.__file__, pins.__file__)), ARCH,
-        jit_fn.cache_key, signature, attrs.hash(), _frozen(options),
+        toolchain.fingerprint(),
+        BUFFERIZE,
+        TO_LLVM,
+        *map(_text, (loops.__file__, pins.__file__)),
+        ARCH,
+        jit_fn.cache_key,
+        signature,
+        attrs.hash(),
+        _frozen(options),
         [(k, type(v).__name__, repr(v)) for k, v in constants.items()],
-    )  # fmt: skip
+    )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     path = toolchain.cache_dir() / key[:2] / f"{key}.json"
     try:
@@ -251,7 +258,7 @@ def _compile(
         source, buffers, dialect = (Path(folder, f"{n}.mlir") for n in ("kernel", "buffers", "llvm"))
         source.write_text(loops.apart(ttadapter))
         _opt(name, source, BUFFERIZE, buffers)
-        buffers.write_text(pins.pin(loops.ordered(buffers.read_text())))
+        buffers.write_text(pins.pin(loops.order_loops(buffers.read_text())))
         _opt(name, buffers, TO_LLVM, dialect)
         fresh = ir.context()
         ir.load_dialects(fresh)

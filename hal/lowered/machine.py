@@ -110,7 +110,7 @@ class _Workspace:
         self.at = ctypes.addressof(self.state)
         self._sink = ctypes.create_string_buffer(8192)
         self.state.sink = ctypes.addressof(self._sink)
-        self._arena, self.state.arena = _reserved(ARENA_BYTES)
+        self._arena, self.state.arena = _reserve(ARENA_BYTES)
         self._trace: mmap.mmap | None = None
         self._blocks = 0
 
@@ -121,7 +121,7 @@ class _Workspace:
             return
         self._blocks = max(blocks, 2 * self._blocks)
         lines = self._blocks * (runtime.BLOCK // runtime.LINE)
-        self._trace, at = _reserved((self._blocks + lines) * runtime.ENTRY + lines * runtime.BYTEWISE)
+        self._trace, at = _reserve((self._blocks + lines) * runtime.ENTRY + lines * runtime.BYTEWISE)
         self.state.blocks, self.state.lines = at, at + self._blocks * runtime.ENTRY
         self.state.bytewise = self.state.lines + lines * runtime.ENTRY
 
@@ -137,7 +137,7 @@ _workspaces: list[_Workspace] = []
 """Those at rest: as many as launches ran at once."""
 
 
-def _reserved(size: int) -> tuple[mmap.mmap, int]:
+def _reserve(size: int) -> tuple[mmap.mmap, int]:
     """Memory that is there when it is touched, and its address."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))

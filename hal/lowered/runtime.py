@@ -42,7 +42,7 @@ class Argument(ctypes.Structure):
         ("first", ctypes.c_int64),
         *((name, ctypes.c_int64 * 4) for name in ("count", "bytes")),
         ("copies", ctypes.c_int64 * 2),
-    )  # fmt: skip
+    )
 
 
 _WORDS = (

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hal._api import *  # noqa: F403
     from hal.ops.spec import OpSpec
-BUILTIN = (
-    "get_last_loc", "assign_extend_cache_locs", "rope_kv_write", "kv_transfer",
-    "write_req_to_token", "compute_positions", "build_kv_indices", "build_kv_indices_from_blocks",
-    "build_page_table", "alloc_extend", "alloc_decode", "kv_write", "mla_kv_write", "mla_rope_kv_write",
-    "qk_norm_rope_kv_write", "kv_move", "decode_attention", "extend_attention",
-)  # fmt: skip
+BUILTIN = tuple(
+    """
+    get_last_loc assign_extend_cache_locs rope_kv_write kv_transfer write_req_to_token compute_positions
+    build_kv_indices build_kv_indices_from_blocks build_page_table alloc_extend alloc_decode kv_write mla_kv_write
+    mla_rope_kv_write qk_norm_rope_kv_write kv_move decode_attention extend_attention
+    """.split()
+)
 """The ops of hal itself, in the order of the tables that list them."""
 
 

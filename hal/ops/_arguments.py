@@ -17,10 +17,19 @@ ROWS = ("head_dim", "v_head_dim", "rope_dim", "lora_dim")
 """Dims that are a row's elements: no kernel knows rows of none."""
 
 SHORT: dict[torch.dtype, str] = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "bool",
-}  # fmt: skip
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
 """The names of dtypes in error texts and on the command line."""
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal._memory import finite, show
+from hal.kv.view import count_slots
 from hal.ops._checks import check_cache, check_range
-from hal.ops._torch import in_range, slots_of
+from hal.ops._torch import in_range
 from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, ScaleArg, TensorArg, ValueArg, describe
 
 STATIC = frozenset({"q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size"})
@@ -92,7 +93,7 @@ def check_values(op: str, a: Mapping[str, Any], indptrs: Mapping[str, int]) -> N
         down = (a[name][1:] < a[name][:-1]).nonzero()
         if down.numel():
             raise ArgumentError(op, name, "ascending values", f"a smaller one at index {int(down[0, 0]) + 1}")
-    check_range(op, "kv_indices", a["kv_indices"], -1, slots_of(a["k_cache"]) - 1)
+    check_range(op, "kv_indices", a["kv_indices"], -1, count_slots(a["k_cache"]) - 1)
 
 
 # --- the reference ----------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def check_values(op: str, a: Mapping[str, Any], indptrs: Mapping[str, int]) -> N
 
 def gather(cache: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
     """fp32 ``[nnz, kv_heads, dim]``: the rows of `slots`; zeros where not `valid`."""
-    if slots_of(cache) == 0:
+    if count_slots(cache) == 0:
         return torch.zeros(slots.shape[0], *cache.shape[-2:], device=cache.device, dtype=torch.float32)
     index = torch.where(valid, slots.to(torch.int64), 0)
     raw = cache.view(torch.uint8) if cache.dtype in FP8 else cache
@@ -138,7 +139,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """(out fp32, lse) where query t sees the entries ``[first[t], last[t])`` of `kv_indices`."""
     n, heads, nnz = q.shape[0], q.shape[1], kv_indices.shape[0]
-    valid = in_range(kv_indices, slots_of(k_cache))
+    valid = in_range(kv_indices, count_slots(k_cache))
     k, v = gather(k_cache, kv_indices, valid), gather(v_cache, kv_indices, valid)
     # A weight of 0 times a NaN is a NaN: what is not finite is left out of the products, and put in by what sees it.
     above, below = (_running(v.isnan() | (v == top)) for top in (torch.inf, -torch.inf))

@@ -201,7 +201,13 @@ def _tangents(*values: Any) -> bool:
 
 
 KEY_NAMES: dict[str, Any] = {
-    "_devices": _devices, "_strides": _strides, "_alignments": _alignments, "_memory": _in_memory,
-    "_scale": scale_key, "_tangents": _tangents, "_grad": torch.is_grad_enabled, "_forward": torch.autograd.forward_ad,
-}  # fmt: skip
+    "_devices": _devices,
+    "_strides": _strides,
+    "_alignments": _alignments,
+    "_memory": _in_memory,
+    "_scale": scale_key,
+    "_tangents": _tangents,
+    "_grad": torch.is_grad_enabled,
+    "_forward": torch.autograd.forward_ad,
+}
 """What `OpSpec.key_source` refers to."""

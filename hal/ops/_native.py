@@ -101,9 +101,13 @@ def module() -> Any:
     """The module of ``_call.c``; raises what stands in its way."""
     made = _built()
     made.setup(
-        torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled,
-        torch._C._get_tracing_state, torch.autograd.forward_ad,
-    )  # fmt: skip
+        torch.Tensor.__dlpack_c_exchange_api__,
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.is_grad_enabled,
+        torch._C._get_tracing_state,
+        torch.autograd.forward_ad,
+    )
     return made
 
 

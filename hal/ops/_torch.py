@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hal import _host
+from hal.kv.view import count_slots
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of an element's bytes: the dtype that holds its bits, for what is moved or compared bit for bit."""
@@ -35,11 +36,6 @@ def in_range(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
-def slots_of(cache: Tensor) -> int:
-    """The slots of a cache, ``[slots, heads, dim]`` or ``[pages, page_size, heads, dim]``."""
-    return cache.shape[0] * (cache.shape[1] if cache.ndim == 4 else 1)
-
-
 def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> None:
     """``target[slots[i]] = rows[i]`` where ``valid[i]``, bit for bit, without reading a value on the host.
 
@@ -50,8 +46,7 @@ def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> No
         target: ``[S, *row]``, or ``[P, page_size, *row]``; any strides.
         slots: ``[n]`` int. valid: ``[n]`` bool. rows: ``[n, *row]``, target's dtype.
     """
-    paged = target.ndim == rows.ndim + 1
-    size = target.shape[0] * (target.shape[1] if paged else 1)
+    paged, size = target.ndim == rows.ndim + 1, count_slots(target, rows.ndim - 1)
     n = slots.shape[0]
     if n == 0 or size == 0:
         return
@@ -68,7 +63,7 @@ def store_rows(target: Tensor, slots: Tensor, valid: Tensor, rows: Tensor) -> No
     target.index_put_(where, torch.where(some, rows[pick], own))
 
 
-def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 -> fp8 with +-Inf -> +-max and NaN -> NaN (torch's own cast gives Inf for e5m2)."""
     top = torch.finfo(dtype).max
     return x.clamp(-top, top).to(dtype)

@@ -72,7 +72,7 @@ def build_kv_indices(
         write_sums(length, kv_indptr, capacity)
     if bs == 0 or capacity == 0:
         return out
-    i, t, used = spread(length, capacity) if given_indptr is None else _placed(given_indptr, length, capacity)
+    i, t, used = spread(length, capacity) if given_indptr is None else _place(given_indptr, length, capacity)
     if rows == 0 or width == 0:
         return out.copy_(torch.where(used, -1, out))
     start = torch.zeros_like(length) if kv_start is None else kv_start.to(torch.int64)
@@ -84,7 +84,7 @@ def build_kv_indices(
     return out.copy_(torch.where(used, torch.where(valid, found, -1), out))
 
 
-def _placed(indptr: Tensor, length: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def _place(indptr: Tensor, length: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """`spread`, of lists that begin where `indptr` says."""
     # No list that begins further below reaches 0.
     begin, end = indptr[:-1].to(torch.int64).clamp(min=-LONGEST), indptr[1:].to(torch.int64)
@@ -105,9 +105,14 @@ def write_sums(length: Tensor, kv_indptr: Tensor, capacity: int) -> None:
 
 
 def _check_sizes(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor | None, out: Tensor,
-    kv_start: Any, given_indptr: Tensor | None,
-) -> None:  # fmt: skip
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    kv_indptr: Tensor | None,
+    out: Tensor,
+    kv_start: Any,
+    given_indptr: Tensor | None,
+) -> None:
     if (kv_indptr is None) == (given_indptr is None):
         both = "neither" if kv_indptr is None else "both"
         raise ArgumentError("build_kv_indices", "given_indptr", "kv_indptr, or given_indptr in its place", both)

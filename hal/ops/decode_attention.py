@@ -81,9 +81,18 @@ def decode_attention(
 
 
 def _check_sizes(
-    q: Tensor, k_cache: Any, v_cache: Any, kv_indptr: Tensor, kv_indices: Any, out: Any, lse: Any, scale: Any,
-    sliding_window: Any, logit_cap: Any, *_: Any,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Any,
+    v_cache: Any,
+    kv_indptr: Tensor,
+    kv_indices: Any,
+    out: Any,
+    lse: Any,
+    scale: Any,
+    sliding_window: Any,
+    logit_cap: Any,
+    *_: Any,
+) -> None:
     if kv_indptr.shape[0] != q.shape[0] + 1:
         raise ArgumentError("decode_attention", "kv_indptr", f"[bs + 1] = [{q.shape[0] + 1}]", describe(kv_indptr))
     _attention.check_numbers("decode_attention", scale, sliding_window, logit_cap)

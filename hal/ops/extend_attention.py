@@ -95,9 +95,20 @@ def extend_attention(
 
 
 def _check_sizes(
-    q: Tensor, k_cache: Any, v_cache: Any, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Any, out: Any, lse: Any,
-    scale: Any, causal: Any, sliding_window: Any, logit_cap: Any, *_: Any,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Any,
+    v_cache: Any,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Any,
+    out: Any,
+    lse: Any,
+    scale: Any,
+    causal: Any,
+    sliding_window: Any,
+    logit_cap: Any,
+    *_: Any,
+) -> None:
     if qo_indptr.shape[0] < 1:
         raise ArgumentError("extend_attention", "qo_indptr", "[bs + 1], at least one element", describe(qo_indptr))
     _attention.check_numbers("extend_attention", scale, sliding_window, logit_cap)

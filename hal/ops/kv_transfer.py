@@ -129,7 +129,7 @@ def _check_values(a: Mapping[str, Any]) -> None:
     check_range("kv_transfer", "dst_slots", a["dst_slots"], -1, a["dst"].num_slots - 1)
 
 
-def stacked(half: Tensor | tuple[Tensor, ...]) -> Tensor:
+def stack_layers(half: Tensor | tuple[Tensor, ...]) -> Tensor:
     """One half of a pool as one tensor: a list of layers is stacked (a copy)."""
     if not isinstance(half, tuple):
         return half

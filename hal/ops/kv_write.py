@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from hal._errors import ArgumentError
+from hal.kv.view import count_slots
 from hal.ops._checks import check_cache, check_range
-from hal.ops._torch import in_range, slots_of, store_rows
-from hal.ops.rope_kv_write import scaled
+from hal.ops._torch import in_range, store_rows
+from hal.ops.rope_kv_write import scale_to
 from hal.ops.spec import FLOATS, FP8, INDEX, OpSpec, ScaleArg, TensorArg, describe
 
 
@@ -52,9 +53,9 @@ def kv_write(
 
     Source: the contract of vLLM's ``reshape_and_cache_flash``, with every slot defined.
     """
-    written = in_range(slots, slots_of(k_cache))
+    written = in_range(slots, count_slots(k_cache))
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        rows = x if x.dtype == cache.dtype else scaled(x.float(), scale, cache.dtype)
+        rows = x if x.dtype == cache.dtype else scale_to(x.float(), scale, cache.dtype)
         store_rows(cache, slots, written, rows)
 
 
@@ -71,7 +72,7 @@ def _check(a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 
 
 def _check_values(a: Mapping[str, Any]) -> None:
-    check_range("kv_write", "slots", a["slots"], -1, slots_of(a["k_cache"]) - 1)
+    check_range("kv_write", "slots", a["slots"], -1, count_slots(a["k_cache"]) - 1)
 
 
 SPEC = OpSpec(

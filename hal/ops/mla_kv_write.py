@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hal._errors import ArgumentError
+from hal.kv.view import count_slots
 from hal.ops._checks import check_cache, check_range
 from hal.ops.kv_write import SPEC as KV_WRITE
 from hal.ops.spec import FLOATS, FP8, INDEX, OpSpec, ScaleArg, TensorArg, describe
@@ -89,9 +90,7 @@ def check_rows(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
 
 def check_slots(op: str, a: Mapping[str, Any]) -> None:
     """Slots out of range."""
-    cache = a["kv_cache"]
-    size = cache.shape[0] * (cache.shape[1] if cache.ndim > 2 else 1)
-    check_range(op, "slots", a["slots"], -1, size - 1)
+    check_range(op, "slots", a["slots"], -1, count_slots(a["kv_cache"], row_dims=1) - 1)
 
 
 CACHE = TensorArg(

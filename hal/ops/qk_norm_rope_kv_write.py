@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hal._errors import ArgumentError
 from hal._memory import finite, show
-from hal.ops._torch import in_range, slots_of, store_rows
+from hal.kv.view import count_slots
+from hal.ops._torch import in_range, store_rows
 from hal.ops.rope_kv_write import SPEC as ROPE
-from hal.ops.rope_kv_write import check_call, check_values, rotate, scaled
+from hal.ops.rope_kv_write import check_call, check_values, rotate, scale_to
 from hal.ops.spec import FLOATS, SHORT, OpSpec, TensorArg, ValueArg, describe
 
 
@@ -93,10 +94,10 @@ def qk_norm_rope_kv_write(
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         rows_k, rows_v = new["k"].to(k.dtype), v
         if k_cache.dtype != k.dtype:
-            rows_k = scaled(new["k"], k_scale, k_cache.dtype)
+            rows_k = scale_to(new["k"], k_scale, k_cache.dtype)
         if v_cache.dtype != v.dtype:
-            rows_v = scaled(v.float(), v_scale, v_cache.dtype)
-        written = valid & in_range(slots, slots_of(k_cache))
+            rows_v = scale_to(v.float(), v_scale, v_cache.dtype)
+        written = valid & in_range(slots, count_slots(k_cache))
         store_rows(k_cache, slots, written, rows_k)
         store_rows(v_cache, slots, written, rows_v)
     q.copy_(torch.where(where, new["q"].to(q.dtype), q))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hal._errors import ArgumentError
+from hal.kv.view import count_slots
 from hal.ops._checks import check_cache, check_range
-from hal.ops._torch import in_range, saturated, slots_of, store_rows
+from hal.ops._torch import in_range, saturate, store_rows
 from hal.ops.spec import FLOATS, FP8, INDEX, SHORT, OpSpec, ScaleArg, TensorArg, ValueArg, describe
 
 
@@ -82,9 +83,9 @@ def rope_kv_write(
     if k_cache is not None and v_cache is not None and slots is not None and v is not None:
         new_k = torch.cat([rotated_k.to(k.dtype), k[..., rotary:]], dim=-1)
         if k_cache.dtype != k.dtype:
-            new_k = scaled(torch.cat([rotated_k, k[..., rotary:].float()], dim=-1), k_scale, k_cache.dtype)
-        new_v = v if v_cache.dtype == v.dtype else scaled(v.float(), v_scale, v_cache.dtype)
-        written = valid & in_range(slots, slots_of(k_cache))
+            new_k = scale_to(torch.cat([rotated_k, k[..., rotary:].float()], dim=-1), k_scale, k_cache.dtype)
+        new_v = v if v_cache.dtype == v.dtype else scale_to(v.float(), v_scale, v_cache.dtype)
+        written = valid & in_range(slots, count_slots(k_cache))
         store_rows(k_cache, slots, written, new_k)
         store_rows(v_cache, slots, written, new_v)
     if write_k:
@@ -100,8 +101,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
 
 
-def scaled(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    return saturated(x if scale is None else x / (scale.view(()) if isinstance(scale, Tensor) else scale), dtype)
+def scale_to(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    return saturate(x if scale is None else x / (scale.view(()) if isinstance(scale, Tensor) else scale), dtype)
 
 
 def check_call(op: str, a: Mapping[str, Any], dims: Mapping[str, int]) -> None:
@@ -139,7 +140,7 @@ def check_values(op: str, a: Mapping[str, Any]) -> None:
     """Positions and slots out of range."""
     check_range(op, "positions", a["positions"], 0, a["cos_sin_cache"].shape[0] - 1)
     if a["slots"] is not None:
-        check_range(op, "slots", a["slots"], -1, slots_of(a["k_cache"]) - 1)
+        check_range(op, "slots", a["slots"], -1, count_slots(a["k_cache"]) - 1)
 
 
 SPEC = OpSpec(

@@ -28,9 +28,24 @@ if TYPE_CHECKING:
     from hal.ops.proofs.judge import Want
 
 __all__ = [
-    "FLOATS", "FP8", "INDEX", "SHORT", "Arg", "ErrorSample", "OpSpec", "PoolArg", "PoolSig", "Proof", "Sample",
-    "ScaleArg", "Signature", "TensorArg", "TensorSig", "ValueArg", "describe",
-]  # fmt: skip
+    "FLOATS",
+    "FP8",
+    "INDEX",
+    "SHORT",
+    "Arg",
+    "ErrorSample",
+    "OpSpec",
+    "PoolArg",
+    "PoolSig",
+    "Proof",
+    "Sample",
+    "ScaleArg",
+    "Signature",
+    "TensorArg",
+    "TensorSig",
+    "ValueArg",
+    "describe",
+]
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,17 @@ class Planned:
         self.exact = exact
 
     def planned(
-        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, heads: tuple[int, int, int],
-        page_size: int, causal: bool, window_left: int, q_data_type: Any, kv_data_type: Any, sm_scale: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        lists: tuple[Tensor, ...],
+        heads: tuple[int, ...],
+        page_size: int,
+        seen: tuple[bool, int],
+        dtypes: tuple[Any, Any],
+        sm_scale: float | None,
+    ) -> None:
+        """`lists`: offsets of queries and of pages, pages, lengths of the last; `seen`: causal, window_left."""
+        (qo_indptr, indptr, indices, last_page_len), (causal, window_left) = lists, seen
+        q_data_type, kv_data_type = dtypes
         assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
         for offsets, end in ((qo_indptr, qo_indptr[-1]), (indptr, indices.shape[0])):
             assert offsets[0] == 0
@@ -87,9 +95,14 @@ class Planned:
         self.scale, self.window, self.by = sm_scale, window_left, threading.get_ident()
 
     def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         assert self.by == threading.get_ident()
         k, v = paged_kv_cache
         heads, kv_heads, dim = self.heads
@@ -122,22 +135,37 @@ class Planned:
 class DecodeWrapper(Planned):
     """flashinfer.BatchDecodeWithPagedKVCacheWrapper."""
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-                 use_tensor_cores: bool = False, backend: str = "auto") -> None:  # fmt: skip
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        backend: str = "auto",
+    ) -> None:
         assert (use_cuda_graph, backend) == (False, "fa2")
         super().__init__(float_workspace_buffer, kv_layout, exact=not use_tensor_cores)
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, *, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        q_data_type: Any = "float16", kv_data_type: Any = None, sm_scale: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        sm_scale: float | None = None,
+    ) -> None:
         assert not self.exact or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
-        each = torch.arange(indptr.shape[0], dtype=torch.int32)
-        self.planned(
-            each, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim), page_size, False,
-            window_left, q_data_type, kv_data_type, sm_scale,
-        )  # fmt: skip
+        each, heads = torch.arange(indptr.shape[0], dtype=torch.int32), (num_qo_heads, num_kv_heads, head_dim)
+        lists, dtypes = (each, indptr, indices, last_page_len), (q_data_type, kv_data_type)
+        self.planned(lists, heads, page_size, (False, window_left), dtypes, sm_scale)
 
 
 class PrefillWrapper(Planned):
@@ -148,16 +176,26 @@ class PrefillWrapper(Planned):
         super().__init__(float_workspace_buffer, kv_layout, exact=backend == "fa3")
 
     def plan(
-        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
-        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False,
-        sm_scale: float | None = None, window_left: int = -1, q_data_type: Any = "float16", kv_data_type: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
         assert qo_indptr.shape[0] <= 32768 + 1
-        self.planned(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-            (num_qo_heads, num_kv_heads, head_dim_qk), page_size, causal, window_left, q_data_type, kv_data_type,
-            sm_scale,
-        )  # fmt: skip
+        lists = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        heads, dtypes = (num_qo_heads, num_kv_heads, head_dim_qk), (q_data_type, kv_data_type)
+        self.planned(lists, heads, page_size, (causal, window_left), dtypes, sm_scale)
 
 
 def seen_of(begin: int, stop: int, keys: int, causal: bool, window: int) -> Iterator[tuple[int, int, int]]:
@@ -240,17 +278,26 @@ def test_ragged(adapter: Adapter) -> None:
             return choices[int(torch.randint(0, len(choices), (1,), generator=g))]
 
         params = {
-            "seed": seed, "bs": pick(range(8)), "longest": pick(range(60)), "kv_heads": pick([1, 2, 4]),
-            "cache": pick(["slots", "paged"]), "page_size": pick([1, 3, 16]), "index": pick(["i32", "i64"]),
-            "values": pick(["valid", "skip", "edge", "extreme"]), "out": pick(["none", "given"]),
-            "indptr_values": pick(["valid", "edge", "extreme"]), "sliding_window": pick([-1, 0, 5]),
+            "seed": seed,
+            "bs": pick(range(8)),
+            "longest": pick(range(60)),
+            "kv_heads": pick([1, 2, 4]),
+            "cache": pick(["slots", "paged"]),
+            "page_size": pick([1, 3, 16]),
+            "index": pick(["i32", "i64"]),
+            "values": pick(["valid", "skip", "edge", "extreme"]),
+            "out": pick(["none", "given"]),
+            "indptr_values": pick(["valid", "edge", "extreme"]),
+            "sliding_window": pick([-1, 0, 5]),
             "lse": pick([True, False]),
-        }  # fmt: skip
+        }
         if op is EXTEND:
             params |= {
-                "longest": pick([1, 4, 15]), "prefix": pick([-4, 0, 20]), "spare": pick([0, 2]),
+                "longest": pick([1, 4, 15]),
+                "prefix": pick([-4, 0, 20]),
+                "spare": pick([0, 2]),
                 "causal": pick([True, True, False]),
-            }  # fmt: skip
+            }
         if adapter.supports(op.make(**params)) is None:
             Run(judged, op, Case(op.name, "value", "ragged")).prove(params)
             ran += 1

@@ -154,9 +154,14 @@ def test_bind() -> None:
 def test_info_and_table_list_them() -> None:
     cells = hal.info()["ops"]["get_last_loc"]["acme"]
     assert cells == [
-        "odd: ready, when named", "fast: ready", "slow: ready", "lib: absent, when named",
-        "off: unavailable, when named", "bad: broken, when named", "lost: ready, when named",
-    ]  # fmt: skip
+        "odd: ready, when named",
+        "fast: ready",
+        "slow: ready",
+        "lib: absent, when named",
+        "off: unavailable, when named",
+        "bad: broken, when named",
+        "lost: ready, when named",
+    ]
     row = hal.registry.table()["get_last_loc"]["acme"]
     assert {i.name: s.state for i, s in row}["lib"] == "absent"
 

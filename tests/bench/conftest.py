@@ -44,26 +44,50 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
     )
 
     for module, values in {
-        inputs: {"DEVICE": "cpu", "POOL": 1 << 18, "POSITIONS": 512, "TABLE": (16, 1200),
-                 "count_sets": lambda nbytes: 2},
+        inputs: {
+            "DEVICE": "cpu",
+            "POOL": 1 << 18,
+            "POSITIONS": 512,
+            "TABLE": (16, 1200),
+            "count_sets": lambda nbytes: 2,
+        },
         harness: {"ceiling": lambda: 9.0},
-        timing: {"device_us": timed, "host_us": untimed, "capture": lambda call: None,
-                 "wall_gbs": lambda calls, nbytes, rounds: dict.fromkeys(calls, 1.0)},
+        timing: {
+            "device_us": timed,
+            "host_us": untimed,
+            "capture": lambda call: None,
+            "wall_gbs": lambda calls, nbytes, rounds: dict.fromkeys(calls, 1.0),
+        },
         bookkeeping: {"SIZES": (1, 3), "BLOCK_SIZES": (1, 5), "BLOCK_KEYS": (40,), "FREE": 400},
         kv_write: {"SIZES": (1, 5), "HEADS": (4, 2, 32), "MLA": (2, 64, 32)},
         kv_copy: {"HEADS": (4, 2, 32), "LAYERS": 2},
-        hicache: {"SLOTS": 64, "FEW": 16, "MANY": 32, "KINDS": {"mha": (2, (2, 8), 2), "mla": (2, (1, 24), 1)},
-                  "pinned_bytes": lambda n: torch.empty(n, dtype=torch.uint8, device="cpu")},
-        rope: {"HEADS": (4, 2, 32), "MLA": (2, 64, 32), "SHAPES": {"llama3-8b": (4, 2, 32)},
-               "TOKENS": {"llama3-8b": (1, 5)}, "TOKENS_E4M3": {"llama3-8b": (5,)}},
-        attention: {"HEADS": (2, 1, 16), "LEAST_PAGES": 8, "DECODE": ((2, 20, 1.15),),
-                    "BEYOND": (((2, 1, 16), torch.float8_e4m3fn, 2, 20),), "EXTEND": ((2, 5, 12),),
-                    "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),)},
+        hicache: {
+            "SLOTS": 64,
+            "FEW": 16,
+            "MANY": 32,
+            "KINDS": {"mha": (2, (2, 8), 2), "mla": (2, (1, 24), 1)},
+            "pinned_bytes": lambda n: torch.empty(n, dtype=torch.uint8, device="cpu"),
+        },
+        rope: {
+            "HEADS": (4, 2, 32),
+            "MLA": (2, 64, 32),
+            "SHAPES": {"llama3-8b": (4, 2, 32)},
+            "TOKENS": {"llama3-8b": (1, 5)},
+            "TOKENS_E4M3": {"llama3-8b": (5,)},
+        },
+        attention: {
+            "HEADS": (2, 1, 16),
+            "LEAST_PAGES": 8,
+            "DECODE": ((2, 20, 1.15),),
+            "BEYOND": (((2, 1, 16), torch.float8_e4m3fn, 2, 20),),
+            "EXTEND": ((2, 5, 12),),
+            "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
+        },
         launch: {"TOKENS": (2,)},
         mla: {"POINTS": ((2, 1, 40),), "LEAST_PAGES": 8},
         block_table: {"HEADS": (2, 1, 16), "PAGES": 64, "CACHED": 0, "BLOCK_SIZES": (1, 3), "BLOCK_KEYS": (20,)},
         decode_attention: {"PER_SM": 1, "FEW": 1},
-    }.items():  # fmt: skip
+    }.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)

@@ -189,11 +189,17 @@ def test_a_table_that_breaks_stops_no_other(
 def rows_of(device: str) -> list[bench.Row]:
     if device == "cpu":
         return [
-            {"op": "rope_kv_write", "model": "m", "dtype": "bf16", "tokens": t, "work": {"bytes": 1000 * t},
-             "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0),
-             "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5}}
+            {
+                "op": "rope_kv_write",
+                "model": "m",
+                "dtype": "bf16",
+                "tokens": t,
+                "work": {"bytes": 1000 * t},
+                "wall_us": dict.fromkeys(("hal", "eager", "memcpy"), 1.0),
+                "best": {"hal": 1.0, "eager": 4.0, "memcpy": 0.5},
+            }
             for t in (1, 16)
-        ]  # fmt: skip
+        ]
     return [
         {"op": "kv_write", "tokens": t, "cache": "bf16", "device_gbs": {"hal": 9.0, "eager": 2.0, "copy": 10.0}}
         for t in (1, 16)
@@ -208,9 +214,11 @@ def test_panels_of_a_run() -> None:
     other = {"op": "rope_kv_write", "model": "llama3-70b", "tokens": 1, "device_gbs": {"hal": 1.0}}
     assert plot._gpu_panels({"rows": [*rows_of("cuda"), other, {"op": "launch", "host_us": {"hal": 1.0}}]}) == {
         "kv_write": {
-            "hal, bf16": [(1, 9.0), (16, 9.0)], "eager, bf16": [(1, 2.0), (16, 2.0)], "copy": [(1, 10.0), (16, 10.0)]
+            "hal, bf16": [(1, 9.0), (16, 9.0)],
+            "eager, bf16": [(1, 2.0), (16, 2.0)],
+            "copy": [(1, 10.0), (16, 10.0)],
         }
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", "Some GPU"])

@@ -143,8 +143,11 @@ def test_a_case_or_a_table_that_breaks_stops_no_other(
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("cuda-mla_kv_write-kv_write-")
     assert [("device_us" in r, r["cache"]) for r in json.loads(file.read_text())["rows"]] == [
-        (True, "bf16"), (True, "bf16"), (False, "e4m3"), (False, "e4m3"),
-    ]  # fmt: skip
+        (True, "bf16"),
+        (True, "bf16"),
+        (False, "e4m3"),
+        (False, "e4m3"),
+    ]
 
 
 machine = {"cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, "date": "2026-01-01T00", "commit": ""}
@@ -153,9 +156,11 @@ machine = {"cpu": "x", "cores": 1, "threads": 1, "load": [0.0], "versions": {}, 
 @pytest.mark.usefixtures("tables")
 def test_inputs_that_change_nothing_are_refused() -> None:
     a = {
-        "kv_lora": torch.zeros(2, 8), "k_rope": torch.zeros(2, 8), "kv_cache": torch.zeros(4, 16),
+        "kv_lora": torch.zeros(2, 8),
+        "k_rope": torch.zeros(2, 8),
+        "kv_cache": torch.zeros(4, 16),
         "slots": torch.tensor([1, 2]),
-    }  # fmt: skip
+    }
     with pytest.raises(AssertionError, match="nothing would be checked"):
         harness.expect("mla_kv_write", a)
 

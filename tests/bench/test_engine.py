@@ -13,9 +13,13 @@ from hal.bench import vllm
 
 @pytest.mark.parametrize(
     ("engine", "attention"),
-    [("hal", ["FlashAttnMLAImpl"]), ("hal", ["FlashAttentionImpl", "HalAttentionImpl"]), ("hal", []),
-     ("stock", ["HalMLAImpl"])],
-)  # fmt: skip
+    [
+        ("hal", ["FlashAttnMLAImpl"]),
+        ("hal", ["FlashAttentionImpl", "HalAttentionImpl"]),
+        ("hal", []),
+        ("stock", ["HalMLAImpl"]),
+    ],
+)
 def test_an_engine_that_is_not_the_one_asked_for_is_refused(engine: str, attention: list[str]) -> None:
     with pytest.raises(HalError, match=f"expected {engine}'s attention"):
         vllm.check_engine(engine, {"attention": attention, "rotary": []})

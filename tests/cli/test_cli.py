@@ -125,7 +125,9 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 def test_notation() -> None:
     assert parse_argument("op", "q = bfloat16[2, 3]@cuda:1") == (
-        "q", TensorSig(torch.bfloat16, "cuda", (2, 3), "contiguous", True, 1))  # fmt: skip
+        "q",
+        TensorSig(torch.bfloat16, "cuda", (2, 3), "contiguous", True, 1),
+    )
     assert parse_argument("op", "v=None") == ("v", None)
     assert parse_argument("op", "scale=0.5") == ("scale", 0.5)
     assert parse_argument("op", "method=direct") == ("method", "direct")
@@ -309,8 +311,11 @@ def test_a_backends_own_tools(
     plugins.add("acme", manifest("acme", inspect='"acme_kernels:inspect"', tune='"acme_kernels:tune"'), TOOLS)
     plugins.add("bare", manifest("bare"))
     plugins.add("lost", manifest("lost", requires='("lost_rt>=2",)', inspect='"lost_kernels:inspect"'), TOOLS)
-    plugins.add("shut", manifest("shut", probe='"shut_kernels:probe"', tune='"shut_kernels:tune"'),
-                TOOLS + "def probe():\n    return 'no device'\n")  # fmt: skip
+    plugins.add(
+        "shut",
+        manifest("shut", probe='"shut_kernels:probe"', tune='"shut_kernels:tune"'),
+        TOOLS + "def probe():\n    return 'no device'\n",
+    )
     plugins.load()
     assert run(monkeypatch, "inspect", "acme") == cli.FAILED
     assert "op=kv_write  verdict=spills 8 bytes" in capsys.readouterr().out

@@ -273,10 +273,17 @@ def test_a_notebook_shows_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_notebook_shows_a_report(tmp_path: Path) -> None:
     cases = [
-        {"id": "a/value/x", "op": "a", "proof": "value", "tag": "required", "outcome": outcome, "reason": "x < y\nmore",
-         "snippet": "again()"}
+        {
+            "id": "a/value/x",
+            "op": "a",
+            "proof": "value",
+            "tag": "required",
+            "outcome": outcome,
+            "reason": "x < y\nmore",
+            "snippet": "again()",
+        }
         for outcome in [PASSED] + [FAILED] * 15
-    ]  # fmt: skip
+    ]
     counts = {PASSED: 1, FAILED: 15}
     report = Report(backend="b<", lane="device", device="cpu", date="d", cases=cases, verdict={"counts": counts})
     shown = report._repr_html_()

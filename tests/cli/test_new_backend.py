@@ -96,9 +96,10 @@ def test_from_nothing_to_a_green_op(
     assert "hal conformance acme --op get_last_loc" in said
     root = here / "hal-backend-acme"
     site = here / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index",
-           "--disable-pip-version-check", "--target", str(site), str(root)]  # fmt: skip
-    done = subprocess.run(pip, capture_output=True, text=True, env=dict(os.environ), check=False)
+    pip = "-m pip install -q --no-deps --no-build-isolation --no-index --disable-pip-version-check --target".split()
+    done = subprocess.run(
+        [sys.executable, *pip, str(site), str(root)], capture_output=True, text=True, env=dict(os.environ), check=False
+    )
     assert done.returncode == 0, done.stderr
     monkeypatch.syspath_prepend(str(site))
     hal.reload()

@@ -110,9 +110,14 @@ def test_a_terminal_of_ascii(plugins: Plugins) -> None:
     probe = "def probe(): return 'no device — “µ” … é 漢'"
     plugins.add("acme", manifest("acme", probe='"acme_kernels:probe"'), probe)
     commands = (
-        "info", "explain get_last_loc --backend acme", "doctor --backend acme", "--help", "demo --help",
-        "warmup --backend acme", "inspect acme",
-    )  # fmt: skip
+        "info",
+        "explain get_last_loc --backend acme",
+        "doctor --backend acme",
+        "--help",
+        "demo --help",
+        "warmup --backend acme",
+        "inspect acme",
+    )
     done = python(plugins.root, "-c", SEVERAL, *commands, PYTHONIOENCODING="ascii")
     assert "Error" not in done.stderr
     assert done.stdout.isascii()
@@ -134,9 +139,13 @@ def test_the_users_own_choice_of_errors_stays(plugins: Plugins) -> None:
     [("--report", ("conformance", "reference", "--report")), ("--save", ("bench", "get_last_loc", "--save"))],
 )
 def test_a_folder_that_cannot_be_written_fails_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str,
-    command: tuple[str, ...], where: str,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+    command: tuple[str, ...],
+    where: str,
+) -> None:
     ran: list[object] = []
     for module in (cli, bench_cli):
         monkeypatch.setattr(module, "run_part", lambda *args, **kwargs: ran.append(args) or 0)

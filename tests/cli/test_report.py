@@ -147,7 +147,7 @@ def test_nothing_private_is_in_it(report: Any) -> None:
     ],
 )
 def test_redaction(text: str, told: str, jane: None) -> None:
-    assert _private.redacted({"a": [text, 3, None]}) == {"a": [told, 3, None]}
+    assert _private.redact({"a": [text, 3, None]}) == {"a": [told, 3, None]}
 
 
 def test_a_child_that_hangs_goes_with_what_it_started() -> None:

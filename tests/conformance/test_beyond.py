@@ -46,13 +46,22 @@ def test_every_op_says_what_is_wide_and_has_a_case_for_it() -> None:
 
 def test_the_sizes_go_as_far_as_engines_do() -> None:
     least = {
-        ("get_last_loc", "bs"): 8192, ("get_last_loc", "requests"): 65_536, ("get_last_loc", "width"): 16_384,
-        ("assign_extend_cache_locs", "longest"): 65_536, ("rope_kv_write", "n"): 16_384, ("kv_write", "n"): 65_536,
-        ("rope_kv_write", "q_heads"): 128, ("rope_kv_write", "slots"): 65_537,
+        ("get_last_loc", "bs"): 8192,
+        ("get_last_loc", "requests"): 65_536,
+        ("get_last_loc", "width"): 16_384,
+        ("assign_extend_cache_locs", "longest"): 65_536,
+        ("rope_kv_write", "n"): 16_384,
+        ("kv_write", "n"): 65_536,
+        ("rope_kv_write", "q_heads"): 128,
+        ("rope_kv_write", "slots"): 65_537,
         ("rope_kv_write", "max_positions"): 65_536,
-        ("kv_transfer", "n"): 8192, ("kv_transfer", "src_slots"): 65_537, ("kv_move", "n"): 8192,
-        ("decode_attention", "bs"): 8192, ("decode_attention", "longest"): 65_536, ("decode_attention", "q_heads"): 128,
-    }  # fmt: skip
+        ("kv_transfer", "n"): 8192,
+        ("kv_transfer", "src_slots"): 65_537,
+        ("kv_move", "n"): 8192,
+        ("decode_attention", "bs"): 8192,
+        ("decode_attention", "longest"): 65_536,
+        ("decode_attention", "q_heads"): 128,
+    }
     for (op, name), size in least.items():
         reach = fresh.reach(get_spec(op), name, "device")
         assert min(reach) >= size, (op, name, reach)
@@ -171,7 +180,7 @@ def test_the_worker_draws_from_the_seed_it_is_given(tmp_path: Path, monkeypatch:
 def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
     run = Run(target_of(get_spec(op).reference, op), get_spec(op), Case(op, "soak", "all"))
     arguments = run.make(**run.busy[0].params)
-    with run.caller.arena.borrowed():
+    with run.caller.arena.borrow():
         copies = soak.ArgumentCopies(run, arguments, 3)
         assert 2 <= len(copies.placed) <= 3
         for placed in copies.placed:
@@ -181,7 +190,7 @@ def test_copies_hold_the_sample_and_are_restored(op: str) -> None:
                     assert value.stride() == arguments[name].stride()
         copies.words.fill_(7)
         copies.restore()
-        assert all(b.touched(None) is None for placed in copies.placed for b in placed.all())
+        assert all(b.changes(None) is None for placed in copies.placed for b in placed.all())
 
 
 def test_a_guard_zone_is_looked_at_in_every_call() -> None:

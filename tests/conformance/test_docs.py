@@ -42,13 +42,20 @@ class Shell:
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HAL_", "PYTEST_"))}
         env |= {
-            "PATH": f"{self.bin}{os.pathsep}{env['PATH']}", "COLUMNS": "200", "PAGER": "cat",
+            "PATH": f"{self.bin}{os.pathsep}{env['PATH']}",
+            "COLUMNS": "200",
+            "PAGER": "cat",
             "PYTHONPATH": f"{self.site}{os.pathsep}{ROOT}",
-        }  # fmt: skip
+        }
         return subprocess.run(
-            ["sh", "-e", "-c", command], cwd=self.cwd, env=env, text=True, timeout=300,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["sh", "-e", "-c", command],
+            cwd=self.cwd,
+            env=env,
+            text=True,
+            timeout=300,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
 
 @pytest.fixture

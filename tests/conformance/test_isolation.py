@@ -250,10 +250,13 @@ def test_what_hangs_is_said_to_wait_or_to_compute() -> None:
 def test_the_innermost_line_that_is_the_author_s(tmp_path: Path) -> None:
     hal = Path(__file__).parents[2] / "hal"
     said = [
-        "Fatal Python error: Segmentation fault", "Stack (most recent call first):",
-        f'  File "{torch.__file__}", line 3 in empty', '  File "/their/kernel.py", line 7 in load',
-        '  File "/their/plugin.py", line 9 in get_last_loc', f'  File "{hal}/_remote/perform.py", line 1 in call',
-    ]  # fmt: skip
+        "Fatal Python error: Segmentation fault",
+        "Stack (most recent call first):",
+        f'  File "{torch.__file__}", line 3 in empty',
+        '  File "/their/kernel.py", line 7 in load',
+        '  File "/their/plugin.py", line 9 in get_last_loc',
+        f'  File "{hal}/_remote/perform.py", line 1 in call',
+    ]
     assert last_line(said) == " at /their/kernel.py:7 in load"
     ours = [f'  File "{hal}/_remote/perform.py", line 1 in call']
     assert last_line([*ours, f'  File "{hal}/backends/cpu/_jit.py", line 2 in run']).endswith("_jit.py:2 in run")
@@ -263,8 +266,10 @@ def test_the_innermost_line_that_is_the_author_s(tmp_path: Path) -> None:
     (tmp_path / "numpy" / "core").mkdir(parents=True)
     for folder in (package, package / "kernels", tmp_path / "numpy", tmp_path / "numpy/core"):
         (folder / "__init__.py").touch()
-    frames = [f'  File "{tmp_path / f}.py", line {i} in f{i}' for i, f in enumerate(
-        ("numpy/core/take", "acme/kernels/tile", "acme/kernels/last", "acme/api"))]  # fmt: skip
+    frames = [
+        f'  File "{tmp_path / f}.py", line {i} in f{i}'
+        for i, f in enumerate(("numpy/core/take", "acme/kernels/tile", "acme/kernels/last", "acme/api"))
+    ]
     assert last_line(["Fatal Python error: Aborted", *frames, *ours]).endswith("acme/kernels/tile.py:1 in f1")
     assert _tail(["Fatal Python error: Aborted", *frames, *ours]) == ["Fatal Python error: Aborted", *frames]
     assert _tail(ours) == ours
@@ -359,7 +364,7 @@ def test_arguments_are_copied_to_a_device_and_back(monkeypatch: pytest.MonkeyPat
     there.pull(second.arguments)
     assert second.values["x"].tolist() == [20, 22, 24, 26, 28, 30]
     assert first.values["x"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert second.blocks["y"][0].touched(None) is None
+    assert second.blocks["y"][0].changes(None) is None
     for name, count in (("value", 2), ("later", 1), ("threads", 1)):
         cases = [c for c in cases_of(get_spec("rope_kv_write")) if c.proof == name][:count]
         for case in cases:

@@ -37,16 +37,19 @@ def test_a_placed_tensor_has_the_same_elements_strides_and_alignment(poison: int
 @pytest.mark.parametrize(
     ("offset", "where"),
     [
-        (-1, "4 bytes before it"), (28, "0 bytes past the end of it"), (5, "gaps"),
-        (ZONE // 4 + 27, "4092 bytes past"), (-1024, "4096 bytes before"),
+        (-1, "4 bytes before it"),
+        (28, "0 bytes past the end of it"),
+        (5, "gaps"),
+        (ZONE // 4 + 27, "4092 bytes past"),
+        (-1024, "4096 bytes before"),
     ],
-)  # fmt: skip
+)
 def test_a_stray_write_is_seen_and_placed(offset: int, where: str) -> None:
     placed = place({"t": odd_view()}, ROOM)
     t = placed.values["t"]
     t.as_strided((1,), (1,), t.storage_offset() + offset).fill_(12345)
     (block,) = placed.all()
-    changed = block.touched(torch.ones(3, 4, dtype=torch.bool))
+    changed = block.changes(torch.ones(3, 4, dtype=torch.bool))
     assert changed is not None
     assert where in changed
 
@@ -56,10 +59,10 @@ def test_only_named_elements_may_change() -> None:
     placed.values["t"][1, 2] = -5
     (block,) = placed.all()
     named = torch.zeros(3, 4, dtype=torch.bool)
-    assert block.touched(named) == "t[1, 2]: changed, though the contract does not name it (4 bytes in all)"
-    assert block.touched(None) is not None
+    assert block.changes(named) == "t[1, 2]: changed, though the contract does not name it (4 bytes in all)"
+    assert block.changes(None) is not None
     named[1, 2] = True
-    assert block.touched(named) is None
+    assert block.changes(named) is None
 
 
 def test_far_rows_are_watched_around_each_row() -> None:
@@ -67,9 +70,9 @@ def test_far_rows_are_watched_around_each_row() -> None:
     placed = place({"t": t}, ROOM)
     got, (block,) = placed.values["t"], placed.all()
     assert torch.equal(got, t)
-    assert block.touched(None) is None
+    assert block.changes(None) is None
     got.as_strided((1,), (1,), got.storage_offset() + 3 * 2**29 + 5).fill_(1)
-    assert "past the end of row 3" in (block.touched(torch.ones(4, 5, dtype=torch.bool)) or "")
+    assert "past the end of row 3" in (block.changes(torch.ones(4, 5, dtype=torch.bool)) or "")
 
 
 def test_what_a_row_may_write_is_not_outside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +82,9 @@ def test_what_a_row_may_write_is_not_outside_the_next(monkeypatch: pytest.Monkey
     placed.values["t"][1:3] = -1
     named = torch.zeros(4, 5, dtype=torch.bool)
     named[1:3] = True
-    assert block.touched(named) is None
+    assert block.changes(named) is None
     named[2, 0] = False
-    assert "t[2, 0]: changed" in (block.touched(named) or "")
+    assert "t[2, 0]: changed" in (block.changes(named) or "")
 
 
 def test_outputs_hold_the_poison() -> None:
@@ -104,7 +107,7 @@ def test_a_touched_guard_page_ends_the_process() -> None:
         "arena = Arena()\nplaced = place({'t': torch.zeros(5)}, Room(arena, side='end'))\n"
         "given = Given(arena.memory, placed.arguments, torch.device('cpu'))\nt = given.values['t']\n"
         "byte = ctypes.c_byte.from_address(t.data_ptr() + 20)\nbyte.value\n"
-        "with given.guarded():\n    print('guarded', flush=True)\n    byte.value\n"
+        "with given.guard_pages():\n    print('guarded', flush=True)\n    byte.value\n"
     )
     got = run(["-c", code], ROOT)
     assert (got.stdout, got.returncode) == ("guarded\n", -11)

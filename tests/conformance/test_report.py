@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,44 +143,33 @@ def test_what_is_no_report_is_said_so(report: dict[str, Any], tmp_path: Path, ca
         return json.dumps(other)
 
     for text, says in (
-        ("{}", "$: no schema"), ("[]", "$: expected object, got list"), ("null", "$: expected object, got None"),
-        (whole[: len(whole) // 2], "not a report: "), ("", "not a report: "),
-        (headroom(float("nan")), "NaN is no JSON"), (headroom(float("inf")), "Infinity is no JSON"),
-        (headroom(-1), f"{at}: expected at least 0, got -1"), (headroom("0.5"), f"{at}: expected number, got '0.5'"),
-        (headroom(True), f"{at}: expected number, got True"), (headroom(0.25).replace("0.25", "1e999"), at),
+        ("{}", "$: no schema"),
+        ("[]", "$: expected object, got list"),
+        ("null", "$: expected object, got None"),
+        (whole[: len(whole) // 2], "not a report: "),
+        ("", "not a report: "),
+        (headroom(float("nan")), "NaN is no JSON"),
+        (headroom(float("inf")), "Infinity is no JSON"),
+        (headroom(-1), f"{at}: expected at least 0, got -1"),
+        (headroom("0.5"), f"{at}: expected number, got '0.5'"),
+        (headroom(True), f"{at}: expected number, got True"),
+        (headroom(0.25).replace("0.25", "1e999"), at),
         (whole.replace("hal-conformance/2", "hal-conformance/1"), "schema 'hal-conformance/1'; expected"),
-    ):  # fmt: skip
+    ):
         path.write_text(text)
         assert main(verify=path) == 2, text[:80]
         assert says in capsys.readouterr().err
 
 
-def _no_case(r: dict[str, Any]) -> None:
-    r["cases"].pop()
+def put(*way: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(r: dict[str, Any]) -> None:
+        functools.reduce(operator.getitem, way[:-1], r)[way[-1]] = value
 
-
-def _twice(r: dict[str, Any]) -> None:
-    r["cases"].append(r["cases"][0])
-
-
-def _failed_one(r: dict[str, Any]) -> None:
-    r["cases"][0]["outcome"] = FAILED
-
-
-def _other_suite(r: dict[str, Any]) -> None:
-    r["suite"]["hash"] = "0" * 64
+    return change
 
 
 def _beyond(r: dict[str, Any]) -> None:
     next(c for c in r["cases"] if c["headroom"])["headroom"] = {"bf16": 1.2}
-
-
-def _optional(r: dict[str, Any]) -> None:
-    r["cases"][0]["tag"] = "feature:x"
-
-
-def _does_not_apply(r: dict[str, Any]) -> None:
-    r["cases"][0]["outcome"] = NOT_APPLICABLE
 
 
 def _fewer_ops(r: dict[str, Any]) -> None:
@@ -203,37 +195,26 @@ def _graphs_on_a_cpu(r: dict[str, Any]) -> None:
             r["verdict"]["ran"] += 1
 
 
-def _on_a_device_without_its_proofs(r: dict[str, Any]) -> None:
-    r["device_type"] = "cuda"
-
-
-def _lane_of_another(r: dict[str, Any]) -> None:
-    """What a lowered report of ascend is, once its lane is written over."""
-    r["backend"] = "ascend"
-
-
-def _lane_it_has_not(r: dict[str, Any]) -> None:
-    r["lane"] = "lowered"
-
-
-def _other_code(r: dict[str, Any]) -> None:
-    r["code"]["files"]["hal/kv/pool.py"] = "0" * 64
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_no_case, "1 cases missing"), (_twice, "listed twice"), (_failed_one, "verdict."),
-        (_other_suite, "made by another suite"), (_beyond, "passed with an error beyond the bound"),
-        (_optional, "not the case of this suite"), (_does_not_apply, "always applies"),
-        (_fewer_ops, "verdict."), (_simulated_on_the_device, "simulated, which it can not be in lane device"),
+        (lambda r: r["cases"].pop(), "1 cases missing"),
+        (lambda r: r["cases"].append(r["cases"][0]), "listed twice"),
+        (put("cases", 0, "outcome", value=FAILED), "verdict."),
+        (put("suite", "hash", value="0" * 64), "made by another suite"),
+        (_beyond, "passed with an error beyond the bound"),
+        (put("cases", 0, "tag", value="feature:x"), "not the case of this suite"),
+        (put("cases", 0, "outcome", value=NOT_APPLICABLE), "always applies"),
+        (_fewer_ops, "verdict."),
+        (_simulated_on_the_device, "simulated, which it can not be in lane device"),
         (_graphs_on_a_cpu, "passed on a CPU, which has no graph"),
-        (_on_a_device_without_its_proofs, "stream always applies on cuda"),
-        (_lane_of_another, "lane device on cpu; ascend runs it on npu"),
-        (_lane_it_has_not, "lane lowered, which cpu has not"),
-        (_other_code, "the code is not what was judged: hal/kv/pool.py"),
+        (put("device_type", value="cuda"), "stream always applies on cuda"),
+        # What a lowered report of ascend is, once its lane is written over.
+        (put("backend", value="ascend"), "lane device on cpu; ascend runs it on npu"),
+        (put("lane", value="lowered"), "lane lowered, which cpu has not"),
+        (put("code", "files", "hal/kv/pool.py", value="0" * 64), "the code is not what was judged: hal/kv/pool.py"),
     ],
-)  # fmt: skip
+)
 def test_an_inconsistent_report_is_found_out(report: dict[str, Any], change: Any, says: str) -> None:
     other = json.loads(json.dumps(report))
     change(other)
@@ -245,34 +226,33 @@ def test_an_inconsistent_report_is_found_out(report: dict[str, Any], change: Any
 
 
 def test_junit_and_html_hold_what_failed() -> None:
+    reasons = ("", "q[0]: 1 < 2 & wrong\x00\nat line 3", "no", "why")
+    same = {"snippet": "import <x>", "headroom": {"bf16": 0.5}, "seconds": 0.1}
     rows: list[dict[str, Any]] = [
-        {
-            **vars(c),
-            "id": c.id,
-            "outcome": o,
-            "reason": r,
-            "snippet": "import <x>",
-            "headroom": {"bf16": 0.5},
-            "seconds": 0.1,
-        }
-        for c, o, r in zip(
-            CASES,
-            (PASSED, FAILED, REFUSED, NOT_RUN),
-            ("", "q[0]: 1 < 2 & wrong\x00\nat line 3", "no", "why"),
-            strict=True,
-        )
+        {**vars(c), "id": c.id, "outcome": o, "reason": r, **same}
+        for c, o, r in zip(CASES, (PASSED, FAILED, REFUSED, NOT_RUN), reasons, strict=True)
     ]
     document = {
-        "backend": "b", "lane": "device", "device": "cpu", "date": "2027-01-01", "certify": True, "seconds": 1.0,
-        "note": "", "code": {"files": {}, "sha256": "cd", "complete": True}, "trust": _report.trust(["own_op"]),
+        "backend": "b",
+        "lane": "device",
+        "device": "cpu",
+        "date": "2027-01-01",
+        "certify": True,
+        "seconds": 1.0,
+        "note": "",
+        "code": {"files": {}, "sha256": "cd", "complete": True},
+        "trust": _report.trust(["own_op"]),
         "beyond_samples": {"seed": 3, **beyond_samples(["get_last_loc"], "device")},
-        "suite": {"hash": "ab", "version": "1"}, "cases": rows,
+        "suite": {"hash": "ab", "version": "1"},
+        "cases": rows,
         "waivers": [{"kind": "never", "op": "op_a", "case": "value/x", "reason": "<r>", "expires": None}],
         "environment": {
-            "python": "3", "platform": "p", "distributions": [{"name": "n", "version": "1", "record_sha256": None}],
+            "python": "3",
+            "platform": "p",
+            "distributions": [{"name": "n", "version": "1", "record_sha256": None}],
         },
         "verdict": verdict({"y": FAILED, "f": REFUSED, "z": NOT_RUN}),
-    }  # fmt: skip
+    }
     from xml.etree import ElementTree
 
     root = ElementTree.fromstring(_writers.junit(document))
@@ -299,18 +279,24 @@ def test_the_picture_has_a_square_for_each_op_and_feature() -> None:
     rows: list[dict[str, Any]] = [
         {"op": op, "proof": proof, "tag": tag, "outcome": outcome}
         for op, proof, tag, outcome in (
-            ("a", "value", "required", PASSED), ("a", "pages", "required", NOT_APPLICABLE),
-            ("a", "value", "feature:fp8", REFUSED), ("a", "supports", "feature:fp8", PASSED),
-            ("b", "value", "required", PASSED), ("b", "value", "required", FAILED),
-            ("b", "supports", "feature:mla", FAILED), ("c", "value", "required", SIMULATED),
+            ("a", "value", "required", PASSED),
+            ("a", "pages", "required", NOT_APPLICABLE),
+            ("a", "value", "feature:fp8", REFUSED),
+            ("a", "supports", "feature:fp8", PASSED),
+            ("b", "value", "required", PASSED),
+            ("b", "value", "required", FAILED),
+            ("b", "supports", "feature:mla", FAILED),
+            ("c", "value", "required", SIMULATED),
             ("d", "value", "required", NOT_RUN),
         )
-    ]  # fmt: skip
+    ]
     assert _picture.columns(rows) == ["required", "fp8", "mla"]
     assert _picture.squares(rows) == {
-        "a": {"required": "passed", "fp8": "refused"}, "b": {"required": "failed", "mla": "failed"},
-        "c": {"required": "simulated"}, "d": {"required": "not run"},
-    }  # fmt: skip
+        "a": {"required": "passed", "fp8": "refused"},
+        "b": {"required": "failed", "mla": "failed"},
+        "c": {"required": "simulated"},
+        "d": {"required": "not run"},
+    }
     picture = _picture.svg(rows)
     assert picture.count("<rect") == 6 + 5  # and the legend
     assert "<title>b, mla: failed</title>" in picture
@@ -321,10 +307,13 @@ def test_a_matrix_has_the_ops_that_ran_and_cuts_no_name(monkeypatch: pytest.Monk
     rows = [
         {"op": op, "proof": "value", "tag": "required", "outcome": outcome, "reason": reason}
         for op, outcome, reason in (
-            ("one", PASSED, ""), (long, PASSED, ""), (long + "_too", FAILED, "no"), ("left", NOT_RUN, "x has no left"),
+            ("one", PASSED, ""),
+            (long, PASSED, ""),
+            (long + "_too", FAILED, "no"),
+            ("left", NOT_RUN, "x has no left"),
             ("out", NOT_RUN, "x has no out"),
         )
-    ]  # fmt: skip
+    ]
     narrow, wide = _report._matrix(rows, 80), _report._matrix(rows, 200)
     assert max(map(len, narrow)) <= 80
     for lines in (narrow, wide):
@@ -332,4 +321,4 @@ def test_a_matrix_has_the_ops_that_ran_and_cuts_no_name(monkeypatch: pytest.Monk
         assert heads == ["one", long, long + "_too"]
     assert sum(line == "" for line in narrow) == 2
     assert sum(line == "" for line in wide) == 1
-    assert _report._skipped(rows) == ["", "not run: 2 ops, 2 cases: x has none of these: left, out"]
+    assert _report._skip_lines(rows) == ["", "not run: 2 ops, 2 cases: x has none of these: left, out"]

@@ -59,9 +59,12 @@ def test_a_score_of_other_code_or_faults_stands_for_nothing(tmp_path: Path) -> N
     for more, says in (
         ({"of": {**whole["of"], "files": {**files, "tests/sabotage/_kv.py": "0"}}}, "judged: tests/sabotage/_kv.py"),
         ({"of": {**whole["of"], "versions": "torch 2.12.0"}}, "versions: was torch 2.12.0"),
-        ({"of": {**whole["of"], "python": "3.10"}}, "python: "), ({"of": {}}, "KeyError"), ({"of": None}, "TypeError"),
-        ({"device": "cuda"}, "device: "), ({"faults": whole["faults"][1:]}, "its faults are not these"),
+        ({"of": {**whole["of"], "python": "3.10"}}, "python: "),
+        ({"of": {}}, "KeyError"),
+        ({"of": None}, "TypeError"),
+        ({"device": "cuda"}, "device: "),
+        ({"faults": whole["faults"][1:]}, "its faults are not these"),
         ({"faults": [{**whole["faults"][0], "outcome": "survived"}, *whole["faults"][1:]]}, "its faults are not these"),
-    ):  # fmt: skip
+    ):
         assert says in why(**more)
     assert "FileNotFoundError" in score.differences(tmp_path / "absent", faults(), "cpu")[0]

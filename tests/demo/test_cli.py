@@ -29,10 +29,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A small Llama instead of SmolLM2: what is tested here is all around it."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, eos_token_id=299, pad_token_id=299,
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=299,
+        pad_token_id=299,
         initializer_range=0.3,
-    )  # fmt: skip
+    )
     loaded = weights.Loaded(
         LlamaForCausalLM(config).eval(),
         "a small Llama",

@@ -298,9 +298,18 @@ def test_the_meter_leaves_it_to_the_call_to_say_that_nobody_runs_it(monkeypatch:
     ops = Meter(CPU)
     with hal.use("ascend"), pytest.raises(hal.NoBackendError, match="ascend"):
         PagedCache(
-            ops, layers=1, kv_heads=1, head_dim=8, slots=8, host_slots=0, requests=1, length=8, page_size=4,
-            dtype=torch.float32, device=CPU,
-        ).extend([0], [0], [3])  # fmt: skip
+            ops,
+            layers=1,
+            kv_heads=1,
+            head_dim=8,
+            slots=8,
+            host_slots=0,
+            requests=1,
+            length=8,
+            page_size=4,
+            dtype=torch.float32,
+            device=CPU,
+        ).extend([0], [0], [3])
     with pytest.raises(AttributeError):
         ops._no_op  # noqa: B018
 

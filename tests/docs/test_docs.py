@@ -104,8 +104,11 @@ def test_drift_is_seen(generator: Any, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(generator, "files", lambda: expected)
     monkeypatch.setattr(generator, "ROOT", tmp_path)
     assert sorted(generator.find_drift()) == [
-        "README.md", "docs/ops/get_last_loc.md", "docs/ops/kv_write.md", "docs/ops/no_such_op.md",
-    ]  # fmt: skip
+        "README.md",
+        "docs/ops/get_last_loc.md",
+        "docs/ops/kv_write.md",
+        "docs/ops/no_such_op.md",
+    ]
 
 
 @pytest.mark.parametrize("op", BUILTIN)
@@ -118,3 +121,15 @@ def test_page_tells_the_contract(generator: Any, op: str) -> None:
     assert all(f"\n| {e.name} | `{e.argument}: expected" in text for e in get_spec(op).errors)
     for link in re.findall(r"\]\((\.\./[^)]+)\)", text):
         assert (ROOT / "docs/ops" / link).exists(), link
+
+
+def test_a_name_that_two_classes_have_is_on_the_page_of_names() -> None:
+    """Public classes, but those of benches, which only their own module uses."""
+    found: dict[str, set[Path]] = {}
+    for top in ("hal", "registry", "backends"):
+        for path in (ROOT / top).rglob("*.py"):
+            if not {"bench", "__pycache__"} & set(path.parts):
+                for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.M):
+                    found.setdefault(name, set()).add(path.resolve())
+    twice = (ROOT / "docs" / "names.md").read_text().partition("## Twice")[2]
+    assert {name for name, paths in found.items() if len(paths) > 1} == set(re.findall(r"^\| `(\w+)` \|", twice, re.M))

@@ -63,12 +63,15 @@ def test_what_outcomes_stand_for(tmp_path: Path) -> None:
     ids, path = ["a", "b"], tmp_path / "group.json"
     same = {"of": now, "outcomes": {"a": "passed", "b": "skipped"}}
     for change, says in (
-        ({}, ""), ({"of": now | {"versions": "torch 3"}}, "versions: was torch 3"), ({"of": {}}, "KeyError"),
+        ({}, ""),
+        ({"of": now | {"versions": "torch 3"}}, "versions: was torch 3"),
+        ({"of": {}}, "KeyError"),
         ({"of": now | {"files": {"hal": "0", "tests": "2"}}}, "the code is not what was judged: tests"),
         ({"outcomes": {"a": "passed"}}, "1 tests are not in both, first b"),
         ({"outcomes": {"a": "passed", "b": "skipped", "c": "passed"}}, "1 tests are not in both, first c"),
-        ({"outcomes": {"a": "passed", "b": "failed"}}, "b: failed"), ({"outcomes": None}, "TypeError"),
-    ):  # fmt: skip
+        ({"outcomes": {"a": "passed", "b": "failed"}}, "b: failed"),
+        ({"outcomes": None}, "TypeError"),
+    ):
         path.write_text(json.dumps(same | change))
         why = "; ".join(proven.differences(path, ids, now))
         assert says in why

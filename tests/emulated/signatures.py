@@ -13,11 +13,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-FUNCTIONS = (
-    "Event", "NPUGraph", "Stream", "current_device", "current_stream", "device", "device_count", "get_device_name",
-    "get_device_properties", "get_sync_debug_mode", "graph", "is_available", "is_current_stream_capturing",
-    "max_memory_allocated", "memory_allocated", "set_sync_debug_mode", "stream", "synchronize",
-)  # fmt: skip
+FUNCTIONS = tuple(
+    """
+    Event NPUGraph Stream current_device current_stream device device_count get_device_name get_device_properties
+    get_sync_debug_mode graph is_available is_current_stream_capturing max_memory_allocated memory_allocated
+    set_sync_debug_mode stream synchronize
+    """.split()
+)
 """Of ``torch.npu``."""
 METHODS = ("elapsed_time", "query", "record", "replay", "synchronize", "wait_event", "wait_stream")
 """Of its streams, events and graphs; two classes that have one of a name have it alike."""

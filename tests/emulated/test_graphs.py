@@ -36,8 +36,12 @@ def test_a_wait_in_a_capture_is_an_error() -> None:
     x, late = torch.zeros(4, device="npu:0"), npu.Event()
     late.record()
     for wait in (
-        lambda: x.cpu(), lambda: x.copy_(torch.ones(4)), npu.synchronize, late.synchronize, lambda: npu.Stream().query()
-    ):  # fmt: skip
+        lambda: x.cpu(),
+        lambda: x.copy_(torch.ones(4)),
+        npu.synchronize,
+        late.synchronize,
+        lambda: npu.Stream().query(),
+    ):
         with pytest.raises(RuntimeError, match="while one is captured"), npu.graph(npu.NPUGraph()):
             wait()
     assert not x.cpu().any()

@@ -51,9 +51,14 @@ def eagle() -> Path:
 def deepseek() -> Path:
     """A target with latent attention and experts."""
     changed = {
-        **tiny.SHAPES["deepseek-v2"][1], "first_k_dense_replace": 0, "q_lora_rank": 24, "topk_method": "noaux_tc",
-        "norm_topk_prob": True, "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
-    }  # fmt: skip
+        **tiny.SHAPES["deepseek-v2"][1],
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 24,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 1,
+    }
     return _of_one_layer("DeepseekV3", changed, "mtp-target")
 
 
@@ -151,8 +156,12 @@ def eagle3() -> Path:
         "d2t": known - torch.arange(len(known)),
     }
     changed = {
-        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_key_value_heads": 4,
-        "intermediate_size": 8, "draft_vocab_size": len(known), "norm_output": True,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "intermediate_size": 8,
+        "draft_vocab_size": len(known),
+        "norm_output": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-    }  # fmt: skip
+    }
     return _save("eagle3", cyclic(), weights, changed)

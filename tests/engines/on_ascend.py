@@ -3,16 +3,12 @@ reference, and last a kernel that writes where it must not."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import vllm_models
+from engines import vllm_models, workers
 
 from hal.lowered import missing
 
@@ -31,27 +27,26 @@ def rounds(vocab: int) -> list[list[list[int]]]:
     return [[first], [first + others[0], first[:20] + others[1], others[2]]]
 
 
-def run(worker: str, settings: dict[str, Any], to: str = "", **environment: str) -> Path:
-    """The folder in which a worker has run all jobs; `settings` by the name that it has for them."""
+def start(worker: str, settings: dict[str, Any], **environment: str) -> workers.Worker:
+    """Who runs all jobs; `settings` by the name that it has for them."""
     paths = {"llama": lambda: vllm_models.tiny_model("llama-gqa"), "smollm2": lambda: vllm_models.cut_smollm2(LAYERS)}
     jobs = [
-        {"name": f"{model}-{backend}", "model": str(paths[model]()), "rounds": rounds(vocab), "new": 4,
-         "env": {"HAL_BACKEND": backend}, **settings}
+        {
+            "name": f"{model}-{backend}",
+            "model": str(paths[model]()),
+            "rounds": rounds(vocab),
+            "new": 4,
+            "env": {"HAL_BACKEND": backend},
+            **settings,
+        }
         for backend in ("ascend", "reference")
         for model, vocab in MODELS.items()
-    ]  # fmt: skip
+    ]
     jobs.append({**jobs[0], "name": "faulty", "rounds": [[[5, 6, 7]]], "fault": "extend_attention"})
     path = vllm_models.folder() / "ascend"
     path.mkdir()
-    (path / "jobs.json").write_text(json.dumps(jobs))
-    usual = {k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"}
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name(worker), path / "jobs.json", path / to],
-        env={**usual, "HAL_LANE": "lowered", "HAL_BACKEND": "ascend", **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    assert not ran.returncode, ran.stdout[-4000:]
-    return path
+    given = workers.environment(HAL_LANE="lowered", HAL_BACKEND="ascend", **environment)
+    return workers.Worker(worker, path, {job["name"]: job for job in jobs}, given)
 
 
 def check_tokens(ascend: dict[str, Any], reference: dict[str, Any]) -> None:

@@ -52,9 +52,13 @@ def host_pool() -> None:
     k, v = torch.randn(2, layers, pages, page, 2, 8)
     host = torch.zeros(2, 7, layers, page, 2, 8)
     this = SimpleNamespace(
-        layout="page_first_direct", page_size=page, target_layer_num=layers, k_buffer=host[0], v_buffer=host[1],
+        layout="page_first_direct",
+        page_size=page,
+        target_layer_num=layers,
+        k_buffer=host[0],
+        v_buffer=host[1],
         _buffer_infos=[SimpleNamespace(transfer_buffers=lambda: (k, v))],
-    )  # fmt: skip
+    )
     pool = mha.MHATokenToKVPoolHost
     this._npu_transfer_buffers = lambda: pool._npu_transfer_buffers(this)
     on_host, on_device = torch.arange(8, 16), torch.arange(4, 12)

@@ -21,9 +21,15 @@ from typing import Any
 import lowered_lane
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_total_tokens": 2048, "max_running_requests": 8, "page_size": 16,
-    "skip_tokenizer_init": True, "log_level": "info", "random_seed": 0,
-}  # fmt: skip
+    "dtype": "float32",
+    "device": "cpu",
+    "max_total_tokens": 2048,
+    "max_running_requests": 8,
+    "page_size": 16,
+    "skip_tokenizer_init": True,
+    "log_level": "info",
+    "random_seed": 0,
+}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -35,10 +41,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": job.get("new", 12), "ignore_eos": True}
         sampling.update(job.get("sampling", {}))
         outs = engine.generate(input_ids=prompts, sampling_params=sampling)
-        rounds.append({
-            "tokens": [o["output_ids"] for o in outs], "cached": [o["meta_info"]["cached_tokens"] for o in outs],
-            "verified": [o["meta_info"].get("spec_verify_ct", 0) for o in outs],
-        })  # fmt: skip
+        rounds.append(
+            {
+                "tokens": [o["output_ids"] for o in outs],
+                "cached": [o["meta_info"]["cached_tokens"] for o in outs],
+                "verified": [o["meta_info"].get("spec_verify_ct", 0) for o in outs],
+            }
+        )
     info = engine.get_server_info()
     # SGLang kills its processes, and HAL_TRACE's file is written once a second: by one call more.
     time.sleep(1.1)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,35 +22,27 @@ from hal.engines.sglang import vision
 # transformers and SGLang import torchvision.
 vision.declare_operators()
 
-from engines import on_ascend  # noqa: E402
+from engines import on_ascend, workers  # noqa: E402
 
-OPS = {
-    "alloc_decode", "alloc_extend", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
-    "get_last_loc", "kv_write", "rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+OPS = set(
+    """
+    alloc_decode alloc_extend build_kv_indices compute_positions decode_attention extend_attention get_last_loc
+    kv_write rope_kv_write write_req_to_token
+    """.split()
+)
 # Steps of 16 tokens: a longer prompt comes in pieces.
 SMALL = {"chunked_prefill_size": 16, "page_size": 16, "max_total_tokens": 512}
 
 
 @functools.cache
-def folder() -> Path:
-    """Where all jobs have run."""
-    return on_ascend.run("sglang_worker.py", {"engine": SMALL}, HAL_ENGINES="sglang", OMP_NUM_THREADS="1")
-
-
-def log(job: str) -> str:
-    """What SGLang said in a job."""
-    return (folder() / f"{job}.log").read_text()
+def worker() -> workers.Worker:
+    return on_ascend.start("sglang_worker.py", {"engine": SMALL}, HAL_ENGINES="sglang", OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(params=on_ascend.MODELS)
 def pair(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """On Ascend and on the reference; a race, or an access outside an argument, would end its engine."""
-    names = [f"{request.param}-{backend}" for backend in ("ascend", "reference")]
-    found = [json.loads((folder() / f"{name}.json").read_text()) for name in names]
-    for name, job in zip(names, found, strict=True):
-        assert "error" not in job, job.get("traceback", "") + log(name)[-4000:]
-    return found
+    return [worker().result(f"{request.param}-{backend}") for backend in ("ascend", "reference")]
 
 
 def test_tokens_are_the_references(pair: list[dict[str, Any]]) -> None:
@@ -69,6 +59,6 @@ def test_every_access_was_traced(pair: list[dict[str, Any]]) -> None:
 
 
 def test_a_kernel_that_writes_where_it_must_not_ends_the_engine() -> None:
-    assert "error" in json.loads((folder() / "faulty.json").read_text())
-    assert "4 bytes past the end of dst" in log("faulty")
-    assert "AccessError" in log("faulty")
+    assert "error" in worker().outcome("faulty")
+    assert "4 bytes past the end of dst" in worker().log("faulty")
+    assert "AccessError" in worker().log("faulty")

@@ -6,7 +6,6 @@ Run by `ci/engines ascend_vllm`, where triton-ascend stands in place of triton. 
 from __future__ import annotations
 
 import functools
-import json
 import os
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import on_ascend, vllm_models
+from engines import on_ascend, vllm_models, workers
 
 OPS = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention", "kv_write", "rope_kv_write"}
 # Steps of 16 tokens: a longer prompt comes in pieces, beside requests that decode.
@@ -23,22 +22,21 @@ SMALL = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_siz
 
 
 @functools.cache
-def results() -> dict[str, Any]:
-    """By job, from one process."""
-    path = on_ascend.run(
-        "vllm_worker.py", {"llm": SMALL}, "results.json", **vllm_models.ENVIRONMENT,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", HAL_TRACE="1", HAL_ENGINES="vllm",
-    )  # fmt: skip
-    return json.loads((path / "results.json").read_text())
+def worker() -> workers.Worker:
+    return on_ascend.start(
+        "vllm_worker.py",
+        {"llm": SMALL},
+        **vllm_models.ENVIRONMENT,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HAL_TRACE="1",
+        HAL_ENGINES="vllm",
+    )
 
 
 @pytest.fixture(params=on_ascend.MODELS)
 def pair(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """On Ascend and on the reference; a race, or an access outside an argument, would be an error."""
-    found = [results()[f"{request.param}-{backend}"] for backend in ("ascend", "reference")]
-    for job in found:
-        assert "error" not in job, job["traceback"]
-    return found
+    return [worker().result(f"{request.param}-{backend}") for backend in ("ascend", "reference")]
 
 
 def test_tokens_are_the_references(pair: list[dict[str, Any]]) -> None:
@@ -57,6 +55,6 @@ def test_every_access_was_traced(pair: list[dict[str, Any]]) -> None:
 
 
 def test_a_kernel_that_writes_where_it_must_not_ends_the_engine() -> None:
-    found = results()["faulty"]
+    found = worker().outcome("faulty")
     assert "AccessError" in found["error"] + found["traceback"]
     assert "4 bytes past the end of dst" in found["error"] + found["traceback"]

@@ -6,7 +6,6 @@ Run by `ci/engines sglang`, in an environment of its own. One process imports SG
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import json
@@ -28,7 +27,7 @@ from hal.engines.sglang import vision
 # transformers and SGLang import torchvision, with hal off too.
 vision.declare_operators()
 
-from engines import third_party, vllm_models  # noqa: E402
+from engines import third_party, vllm_models, workers  # noqa: E402
 from scale.rounds import evicted, prompts, shared_prefix  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -40,19 +39,16 @@ ACME = (*sorted(STEP | PAGED), "kv_write", "rope_kv_write", "mla_kv_write")
 
 
 @functools.cache
-def folder() -> Path:
-    return vllm_models.folder()
-
-
-@functools.cache
 def jobs() -> dict[str, dict[str, Any]]:
     """What is run, by name."""
     llama, latent = (str(vllm_models.tiny_model(s)) for s in ("llama-gqa", "deepseek-v2-mla"))
-    small = {"chunked_prefill_size": 16}
+    small, fp8, reference = {"chunked_prefill_size": 16}, {"kv_cache_dtype": "fp8_e4m3"}, {"HAL_BACKEND": "reference"}
     made: dict[str, dict[str, Any]] = {
         **{
             f"smollm2-page-{page}": {
-                "model": str(vllm_models.smollm2()), "rounds": [vllm_models.chats()], "new": 8,
+                "model": str(vllm_models.smollm2()),
+                "rounds": [vllm_models.chats()],
+                "new": 8,
                 "engine": {"page_size": page, "max_total_tokens": 2560},
             }
             for page in (1, 16, 64)
@@ -62,45 +58,48 @@ def jobs() -> dict[str, dict[str, Any]]:
         "chunked": {"model": llama, "rounds": shared_prefix(), "engine": {**small, "enable_mixed_chunk": True}},
         "latent-chunked": {"model": latent, "rounds": shared_prefix(), "engine": small},
         "page-1": {
-            "model": llama, "rounds": shared_prefix(),
+            "model": llama,
+            "rounds": shared_prefix(),
             "engine": {**small, "page_size": 1, "disable_overlap_schedule": True},
         },
         # 8 requests come to 100 tokens each.
         "retracted": {
-            "model": llama, "rounds": [prompts((40,) * 8, seed=7)], "new": 60,
+            "model": llama,
+            "rounds": [prompts((40,) * 8, seed=7)],
+            "new": 60,
             "engine": {"max_total_tokens": 512, "schedule_conservativeness": 0.01},
             # SGLang keeps room for all that a request may write if nothing ends it before.
             "sampling": {"ignore_eos": False},
         },
         **{
             f"hicache-{layout}": {
-                "model": model, "rounds": evicted(),
+                "model": model,
+                "rounds": evicted(),
                 "engine": {
-                    "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_mem_layout": layout,
-                    "hicache_io_backend": io, "max_total_tokens": 320,
+                    "enable_hierarchical_cache": True,
+                    "hicache_ratio": 4.0,
+                    "hicache_mem_layout": layout,
+                    "hicache_io_backend": io,
+                    "max_total_tokens": 320,
                 },
             }
             for layout, io, model in (
-                ("layer_first", "kernel", llama), ("page_first", "kernel", latent), ("page_head", "kernel", llama),
+                ("layer_first", "kernel", llama),
+                ("page_first", "kernel", latent),
+                ("page_head", "kernel", llama),
                 ("page_first_direct", "direct", llama),
             )
         },
-        "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
-        "fp8-reference": {
-            "model": llama, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
-            "env": {"HAL_BACKEND": "reference"},
-        },
-        "latent-fp8": {"model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"}},
-        "latent-fp8-reference": {
-            "model": latent, "rounds": [prompts()], "engine": {"kv_cache_dtype": "fp8_e4m3"},
-            "env": {"HAL_BACKEND": "reference"},
-        },
-        "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "reference"}},
-        "latent-reference": {"model": latent, "rounds": [prompts()], "env": {"HAL_BACKEND": "reference"}},
+        "fp8-cache": {"model": llama, "rounds": [prompts()], "engine": fp8},
+        "fp8-reference": {"model": llama, "rounds": [prompts()], "engine": fp8, "env": reference},
+        "latent-fp8": {"model": latent, "rounds": [prompts()], "engine": fp8},
+        "latent-fp8-reference": {"model": latent, "rounds": [prompts()], "engine": fp8, "env": reference},
+        "reference": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": reference},
+        "latent-reference": {"model": latent, "rounds": [prompts()], "env": reference},
         "acme": {"model": llama, "rounds": shared_prefix(), "engine": small, "env": {"HAL_BACKEND": "acme"}},
         "sinks": {"model": str(vllm_models.tiny_model("gpt-oss-sinks")), "rounds": [prompts((3,))]},
         **{name: {"model": llama, "rounds": [], "engine": changed} for name, (changed, _) in REFUSED.items()},
-    }  # fmt: skip
+    }
     for name, job in made.items():
         job["name"] = name
     return {name: job for name, job in made.items() if name not in LEFT_OUT}
@@ -117,10 +116,19 @@ if metadata.version("sglang") == "0.5.17":
 HICACHE = [f"hicache-{layout}" for layout in ("layer_first", "page_first", "page_head", "page_first_direct")]
 SCENARIOS = [*HICACHE, "chunked", "latent-chunked", "page-1", "retracted", "reference", "latent-reference"]
 SMOLLM2 = [f"smollm2-page-{page}" for page in (1, 16, 64)]
-LEFT_OUT = () if os.environ.get("CI_ALL") else (
-    *SMOLLM2, "reference", "latent-reference", "latent-fp8", "latent-fp8-reference", "hicache-page_head",
-    "stablelm-partial-rotary",
-)  # fmt: skip
+LEFT_OUT = (
+    ()
+    if os.environ.get("CI_ALL")
+    else (
+        *SMOLLM2,
+        "reference",
+        "latent-reference",
+        "latent-fp8",
+        "latent-fp8-reference",
+        "hicache-page_head",
+        "stablelm-partial-rotary",
+    )
+)
 """Engines whose settings others have, each by itself (SmolLM2 `test_sglang_server`, the reference's functions `acme`,
 pages by heads on the host `tests/scale/test_sglang`, a rotation of a part vLLM's): they start in `ci/test all`."""
 SMOLLM2, SCENARIOS, HICACHE, SHAPES = (
@@ -129,39 +137,16 @@ SMOLLM2, SCENARIOS, HICACHE, SHAPES = (
 
 
 @functools.cache
-def started() -> subprocess.Popen[bytes]:
-    """All jobs, begun."""
-    path = folder() / "sglang"
+def worker() -> workers.Worker:
+    path = vllm_models.folder() / "sglang"
     path.mkdir(exist_ok=True)
-    (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
     third_party.add(path, ACME)
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path),
-    }  # fmt: skip
-    with (path / "worker.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, HERE / "sglang_worker.py", path / "jobs.json", path],
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
-    atexit.register(found.kill)
-    return found
+    environment = workers.environment(HAL_ENGINES="sglang", OMP_NUM_THREADS="1", PYTHONPATH=str(path))
+    return workers.Worker("sglang_worker.py", path, jobs(), environment)
 
 
-@functools.cache
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    code, path = started().wait(), folder() / "sglang"
-    assert not code, (path / "worker.txt").read_text()[-4000:]
-    found = json.loads((path / f"{job}.json").read_text())
-    assert "error" not in found, found.get("traceback", "") + log(job)[-4000:]
-    return found
-
-
-def log(job: str) -> str:
-    """What SGLang said in a job."""
-    started().wait()
-    return (folder() / "sglang" / f"{job}.log").read_text()
+    return worker().result(job)
 
 
 def tokens(job: str) -> list[list[int]]:
@@ -178,7 +163,7 @@ def ran(job: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("job", [*SMOLLM2, *SHAPES, *SCENARIOS, "acme"])
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # they work while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     want = expected(given["model"], json.dumps(given["rounds"][-1]), given.get("new", 12))
     assert tokens(job) == want
@@ -194,16 +179,18 @@ def test_the_scenarios_are_what_they_are_called() -> None:
         assert min(result(job)["rounds"][1]["cached"]) >= 80, job
         # The first prompt alone takes six steps of sixteen tokens.
         assert sum(result(job)["trace"]["compute_positions"].values()) > 6, job
-    assert "Retract requests" in log("retracted")
-    assert "Retract requests" not in log("chunked")
+    assert "Retract requests" in worker().log("retracted")
+    assert "Retract requests" not in worker().log("chunked")
     for job in HICACHE:
         # The device's pool holds the others alone by then.
         assert result(job)["rounds"][-1]["cached"] == [160], job
         assert result(job)["trace"]["kv_transfer"]["cpu"] > LAYERS, job
     for job in SHAPES:
         assert result(job)["settings"] == {
-            "attention_backend": "hal", "disable_overlap_schedule": False, "page_size": 16,
-        }  # fmt: skip
+            "attention_backend": "hal",
+            "disable_overlap_schedule": False,
+            "page_size": 16,
+        }
     assert result("page-1")["settings"]["disable_overlap_schedule"]
 
 
@@ -242,8 +229,7 @@ def test_hal_ran_every_layer_of_every_step(job: str) -> None:
 
 
 def refusal(job: str) -> str:
-    started().wait()
-    return json.loads((folder() / "sglang" / f"{job}.json").read_text())["error"]
+    return worker().outcome(job)["error"]
 
 
 @pytest.mark.parametrize("job", REFUSED)
@@ -296,20 +282,29 @@ print("LOOK" + json.dumps({
 def look(**env: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HAL_")}
     ran = subprocess.run(
-        [sys.executable, "-c", LOOK], env={**environment, **env}, capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", LOOK],
+        env={**environment, **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
         check=False,
-    )  # fmt: skip
+    )
     assert "LOOK" in ran.stdout, ran.stderr[-4000:]
     return json.loads(ran.stdout.split("LOOK", 1)[1])
 
 
 def test_installed_is_not_switched_on() -> None:
     assert look() == {
-        "platform": "SRTPlatform", "functions": ["sglang.srt.mem_cache.allocation",
-        "sglang.srt.model_executor.forward_batch_info"], "wrapped": [False, False], "hooks": 0, "decode": True,
-        "rotary": False, "triton": "sglang.srt.layers.attention.attention_registry", "choice": 1,
+        "platform": "SRTPlatform",
+        "functions": ["sglang.srt.mem_cache.allocation", "sglang.srt.model_executor.forward_batch_info"],
+        "wrapped": [False, False],
+        "hooks": 0,
+        "decode": True,
+        "rotary": False,
+        "triton": "sglang.srt.layers.attention.attention_registry",
+        "choice": 1,
         "modules": ["hal.engines.sglang.vision", "hal.engines.sglang.apart", "hal.engines.sglang.limits"],
-    }  # fmt: skip
+    }
 
 
 def test_another_version_is_refused() -> None:
@@ -322,9 +317,13 @@ vision.declare_operators()
 import sglang.srt.utils
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "HAL_ENGINES": "sglang"}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "HAL_ENGINES": "sglang"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert ran.returncode
     told = ran.stderr.splitlines()[-1]
     assert told.startswith("hal.engines._engine.EngineError: hal: sglang can't run on hal: sglang 0.5.")

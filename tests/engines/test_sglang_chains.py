@@ -107,9 +107,16 @@ def test_sampled_tokens_are_distributed_as_without_drafts(parents: list[int]) ->
     predicts, index = torch.zeros(bs * n, dtype=torch.int32), torch.full((bs, n), -1, dtype=torch.int32)
     taken = torch.empty(bs, dtype=torch.int32)
     trees.tree_speculative_sampling_target_only(
-        predicts, index, taken, drafted, *tree(parents, bs)[1].values(), torch.rand(bs, n, generator=g),
-        torch.rand(bs, generator=g), p.expand(bs, n, vocabulary).contiguous(), torch.zeros(bs, n, vocabulary),
-    )  # fmt: skip
+        predicts,
+        index,
+        taken,
+        drafted,
+        *tree(parents, bs)[1].values(),
+        torch.rand(bs, n, generator=g),
+        torch.rand(bs, generator=g),
+        p.expand(bs, n, vocabulary).contiguous(),
+        torch.zeros(bs, n, vocabulary),
+    )
     way = torch.where(index >= 0, index % n, -1)
     for node in range(n):
         rows, column = (way == node).nonzero(as_tuple=True)
@@ -153,8 +160,13 @@ def test_ngrams() -> None:
     found, mask = wide.match_stateful([0], [[1, 2, 3]], [3])
     assert found.tolist() == [3, 4, 5, 6, 0, 0]  # 5 follows 3 too, 6 follows 5
     assert [[j for j in range(6) if row[j]] for row in mask.reshape(6, 6)] == [
-        [0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 3, 4, 5],
-    ]  # fmt: skip
+        [0],
+        [0, 1],
+        [0, 2],
+        [0, 2, 3],
+        [0, 2, 3, 4],
+        [0, 2, 3, 4, 5],
+    ]
     corpus.reset()
     assert corpus.match_stateful([0], [[3]], [1])[0].tolist() == [3, 0, 0, 0]
     with pytest.raises(RuntimeError, match="n-grams from outside"):

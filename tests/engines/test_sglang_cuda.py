@@ -111,8 +111,9 @@ def test_beside_cuda() -> None:
     pools = "sglang.srt.mem_cache.pool_host."
     assert found["platform"] is None
     assert set(found["hooks"]) >= {
-        *(f"{pools}{cls}.{name}" for cls in CLASSES for name in COPIES), *(f"sglang.srt.{name}" for name in REPLACED)
-    }  # fmt: skip
+        *(f"{pools}{cls}.{name}" for cls in CLASSES for name in COPIES),
+        *(f"sglang.srt.{name}" for name in REPLACED),
+    }
     same = found["same"]
     assert (same.pop("pages"), same.pop("none left")) == (5, None)
     assert same.pop("drafts") in ([True], [True, True])

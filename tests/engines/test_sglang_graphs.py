@@ -7,7 +7,6 @@ found; what must come is plain torch over the slots that a query sees.
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -25,11 +24,16 @@ LENS = (([5, 1, 0], [30, 3, 1]), ([2, 4, 3], [7, 32, 36]), ([1, 1, 0], [1, 1, 1]
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here")
 def test_graphs_and_drafts() -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"}
+    from engines import workers
+
     done = subprocess.run(
-        [sys.executable, __file__], env={**env, "HAL_BACKEND": "cpu", "HF_HUB_OFFLINE": "1"}, capture_output=True,
-        text=True, check=False, timeout=600,
-    )  # fmt: skip
+        [sys.executable, __file__],
+        env=workers.environment(HAL_BACKEND="cpu", HF_HUB_OFFLINE="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert [word for word in done.stdout.split() if word in PARTS] == PARTS, done.stdout + done.stderr
 
 
@@ -44,9 +48,15 @@ def attention(trees: bool = False) -> Any:
     k, v = torch.randn(2, ROWS * WIDTH, HEADS, DIM, generator=g)
     made.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda i: k, get_value_buffer=lambda i: v)
     made.layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.3,
-        sliding_window_size=-1, logit_cap=0.0,
-    )  # fmt: skip
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=HEADS,
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        scaling=0.3,
+        sliding_window_size=-1,
+        logit_cap=0.0,
+    )
     made.ops = {_kind(made.layer): (hal, {"scale": 0.3})}
     return made
 
@@ -65,9 +75,13 @@ def attended(made: Any, lists: list[list[int]]) -> None:
 def batch(mode: Any, rows: list[int], lens: list[int], **more: Any) -> Any:
     """As SGLang has it where nothing was copied to the host."""
     return SimpleNamespace(
-        forward_mode=mode, batch_size=len(rows), req_pool_indices=torch.tensor(rows), seq_lens=torch.tensor(lens),
-        seq_lens_cpu=None, **more,
-    )  # fmt: skip
+        forward_mode=mode,
+        batch_size=len(rows),
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=torch.tensor(lens),
+        seq_lens_cpu=None,
+        **more,
+    )
 
 
 def seen(row: int, end: int) -> list[int]:
@@ -166,11 +180,14 @@ def drafts(topk: int, name: str) -> None:
         for init in (made.init_forward_metadata_in_graph, made.init_forward_metadata):
             init(buffers)
             for i, step in enumerate(made.attn_backends):
-                attended(step, [
-                    seen(row, n + i + 1) if topk == 1 else seen(row, n) + own.view(topk, STEPS)[b, : i + 1].tolist()
-                    for row, n, own in zip(rows, lens, slots, strict=True)
-                    for b in range(topk)
-                ])  # fmt: skip
+                attended(
+                    step,
+                    [
+                        seen(row, n + i + 1) if topk == 1 else seen(row, n) + own.view(topk, STEPS)[b, : i + 1].tolist()
+                        for row, n, own in zip(rows, lens, slots, strict=True)
+                        for b in range(topk)
+                    ],
+                )
     print(name)
 
 

@@ -116,9 +116,11 @@ def test_direct() -> None:
     for i in range(LAYERS):
         for given, made in ((k, pages[0]), (v, pages[1])):
             check(
-                given[i], made[:, i].reshape(SLOTS, HEADS, -1), torch.zeros_like(given[i]),
+                given[i],
+                made[:, i].reshape(SLOTS, HEADS, -1),
+                torch.zeros_like(given[i]),
                 list(zip(src.tolist(), at.tolist(), strict=True)),
-            )  # fmt: skip
+            )
     back = [torch.zeros_like(k[1]), torch.zeros_like(v[1])]
     kernels.transfer_kv_per_layer_direct_pf_lf(pages, back, at, src, 1, PAGE)
     assert torch.equal(back[0][src], k[1][src])
@@ -207,9 +209,10 @@ def test_names_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert main([*arguments, "program", "-q"]) == 0
     assert capsys.readouterr() == ("['-q']\n", "hal: theirs: get_last_loc\n")
     for flag, name, why in (
-        ("--as", "taken_kernel", "has been imported"), ("--over", "nowhere", "No module named"),
+        ("--as", "taken_kernel", "has been imported"),
+        ("--over", "nowhere", "No module named"),
         ("--over", "json", "defines no function"),
-    ):  # fmt: skip
+    ):
         assert main([flag, name, "program"]) == 2
         assert why in capsys.readouterr().err
 
@@ -226,9 +229,14 @@ def test_slots() -> None:
     want = torch.cat([table[r, s:e] for r, s, e in zip(rows, starts, ends, strict=True)])
     assert out.tolist() == want.tolist()
     uniform = kernels.assign_extend_cache_locs_func(
-        req_pool_indices=rows, req_to_token=table, start_offset=starts, end_offset=starts + 2, batch_size=3,
-        draft_token_num=2, device="cpu",
-    )  # fmt: skip
+        req_pool_indices=rows,
+        req_to_token=table,
+        start_offset=starts,
+        end_offset=starts + 2,
+        batch_size=3,
+        draft_token_num=2,
+        device="cpu",
+    )
     assert uniform.tolist() == [121, 122, 100, 101, 134, 135]
     lens = ends - starts
     indptr = torch.tensor([0, 3, 3, 5, 77], dtype=torch.int32)

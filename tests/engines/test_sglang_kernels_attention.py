@@ -56,13 +56,10 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
     each = [dense(q[qo[i] : qo[i + 1]], k_cache[s], v_cache[s], scale, window, cap, sinks) for i, s in enumerate(lists)]
     want, sums = map(torch.cat, zip(*each, strict=True))
     out = torch.zeros_like(want)
-    kernels.extend_attention_fwd_unified(
-        q, out, k_cache, v_cache, 1.0, 1.0, qo, kv, slots, None, 5, sm_scale=scale, logit_cap=cap,
-        sliding_window_size=window, sinks=sinks,
-    )  # fmt: skip
+    options = {"sm_scale": scale, "logit_cap": cap, "sliding_window_size": window, "sinks": sinks}
+    kernels.extend_attention_fwd_unified(q, out, k_cache, v_cache, 1.0, 1.0, qo, kv, slots, None, 5, **options)
     torch.testing.assert_close(out, want)
     # By the signature of before there were scales.
-    options = {"sm_scale": scale, "logit_cap": cap, "sliding_window_size": window, "sinks": sinks}
     kernels.extend_attention_fwd_unified(q, out.zero_(), k_cache, v_cache, qo, kv, slots, None, 5, **options)
     torch.testing.assert_close(out, want)
     # The cache without the new rows, which come apart.
@@ -71,20 +68,15 @@ def test_attention(window: int, cap: float, sinking: bool) -> None:
     prefix = torch.tensor([0, *torch.tensor([len(s) for s in cached]).cumsum(0).tolist()], dtype=torch.int32)
     # SGLang's list may be longer than what it says.
     given, lse, out = torch.cat([*cached, torch.tensor([99])]), torch.empty(sum(NEW), 2 * HEADS), out.zero_()
-    kernels.extend_attention_fwd(
-        q, k_cache[new], v_cache[new], out, k_cache, v_cache, qo.int(), prefix, given, sm_scale=scale,
-        logit_cap=cap, sliding_window_size=window, lse_extend=lse, sinks=sinks,
-    )  # fmt: skip
+    fresh, pool = (q, k_cache[new], v_cache[new]), (k_cache, v_cache, qo.int(), prefix, given)
+    kernels.extend_attention_fwd(*fresh, out, *pool, lse_extend=lse, **options)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, sums)
     if window < 0:
         parts = []
         for skipped in ({"skip_extend": True}, {"skip_prefix": True}):
             part, sums_of = torch.full_like(out, torch.nan), torch.empty_like(lse)
-            kernels.extend_attention_fwd(
-                q, k_cache[new], v_cache[new], part, k_cache, v_cache, qo.int(), prefix, given, sm_scale=scale,
-                lse_extend=sums_of, **skipped,
-            )  # fmt: skip
+            kernels.extend_attention_fwd(*fresh, part, *pool, sm_scale=scale, lse_extend=sums_of, **skipped)
             parts += [part, sums_of]
         both, total = kernels.merge_state_triton(*parts)
         if sinks is None:
@@ -152,10 +144,9 @@ def test_masks(skip_prefix: bool) -> None:
     new = torch.cat([slots[kv[i + 1] - m : kv[i + 1]] for i, m in enumerate(NEW)])
     prefix = torch.tensor([0, *torch.tensor([len(s) for s in cached]).cumsum(0).tolist()])
     out, lse = torch.empty_like(want), torch.empty_like(sums)
-    kernels.extend_attention_fwd(
-        q, k_cache[new], v_cache[new], out, k_cache, v_cache, qo, prefix, torch.cat(cached), mask, True, starts,
-        sm_scale=0.3, lse_extend=lse, skip_prefix_custom_mask=skip_prefix, sinks=sinks,
-    )  # fmt: skip
+    pool = (k_cache, v_cache, qo, prefix, torch.cat(cached), mask, True, starts)
+    options = {"sm_scale": 0.3, "lse_extend": lse, "skip_prefix_custom_mask": skip_prefix, "sinks": sinks}
+    kernels.extend_attention_fwd(q, k_cache[new], v_cache[new], out, *pool, **options)
     torch.testing.assert_close(out, want)
     seeing = (sums - sinks).abs() > 1e-6
     torch.testing.assert_close(lse[seeing], sums[seeing])

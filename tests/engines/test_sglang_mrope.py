@@ -39,9 +39,13 @@ def main() -> None:
 
     assert rotary._plain(mrope.YaRNScalingMRotaryEmbedding)
     common = {
-        "head_size": DIM, "rotary_dim": DIM, "max_position_embeddings": 64, "base": 10000, "is_neox_style": True,
+        "head_size": DIM,
+        "rotary_dim": DIM,
+        "max_position_embeddings": 64,
+        "base": 10000,
+        "is_neox_style": True,
         "dtype": torch.float32,
-    }  # fmt: skip
+    }
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(TOKENS, n * DIM, generator=g) for n in (HEADS, KV_HEADS))
     for given in GIVEN:

@@ -55,7 +55,9 @@ def test_operators(named: None) -> None:
     assert out.tolist() == [5, 6]
     pages = torch.zeros(1, dtype=I64)
     slots = torch.empty(3, dtype=I64)
-    torch.ops.npu.alloc_extend(torch.tensor([0]), torch.tensor([3]), torch.tensor([-1]), torch.tensor([7, 8]), 2, slots, pages)  # fmt: skip  # noqa: E501
+    torch.ops.npu.alloc_extend(
+        torch.tensor([0]), torch.tensor([3]), torch.tensor([-1]), torch.tensor([7, 8]), 2, slots, pages
+    )
     assert (slots.tolist(), pages.tolist()) == ([14, 15, 16], [2])
     device, host = torch.ones(L, P, PAGE, H, D), torch.zeros(HP, L, PAGE, H, D)
     torch.ops.npu.transfer_kv_dim_exchange(

@@ -27,7 +27,7 @@ from hal.engines.sglang import vision
 
 vision.declare_operators()
 
-from engines import vllm_models  # noqa: E402
+from engines import vllm_models, workers  # noqa: E402
 
 import hal  # noqa: E402
 
@@ -42,15 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         port = s.getsockname()[1]
     path = tmp_path_factory.mktemp("server")
     trace, log, where = path / "calls.trace", path / "log.txt", f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(vllm_models.smollm2()), "--device", "cpu",
-        "--dtype", "float32", "--max-total-tokens", "2560", "--page-size", "16", "--port", str(port),
-        "--skip-server-warmup",
-    ]  # fmt: skip
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "HAL_TRACE": str(trace), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    options = "--device cpu --dtype float32 --max-total-tokens 2560 --page-size 16 --skip-server-warmup".split()
+    model = ["--model-path", str(vllm_models.smollm2())]
+    command = [sys.executable, "-m", "sglang.launch_server", *model, *options, "--port", str(port)]
+    environment = {**workers.environment(), "HAL_ENGINES": "sglang", "HAL_TRACE": str(trace), "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
         run = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:

@@ -5,13 +5,9 @@ Run by `ci/engines sglang`, one engine an algorithm.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +22,22 @@ from hal.engines.sglang import vision
 
 vision.declare_operators()
 
-from engines import drafts, vllm_models  # noqa: E402
+from engines import drafts, vllm_models, workers  # noqa: E402
 
 HERE = Path(__file__).parent
 STEPS, NEW = 3, 24
 DRAFTED = {
-    "speculative_eagle_topk": 1, "speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": STEPS,
+    "speculative_num_draft_tokens": STEPS + 1,
     "page_size": 16,
-}  # fmt: skip
+}
 IN_TREES = {**DRAFTED, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8, "page_size": 1}
 ENGINES: dict[str, dict[str, Any]] = {
     "ngram": {
-        "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 3, "speculative_num_draft_tokens": 6,
+        "speculative_algorithm": "NGRAM",
+        "speculative_ngram_max_bfs_breadth": 3,
+        "speculative_num_draft_tokens": 6,
         "page_size": 1,
     },
     "standalone": {"speculative_algorithm": "STANDALONE", **DRAFTED},
@@ -46,13 +46,18 @@ ENGINES: dict[str, dict[str, Any]] = {
     "nextn-trees": {"speculative_algorithm": "NEXTN", **IN_TREES},
     "eagle3": {"speculative_algorithm": "EAGLE3", **DRAFTED},
     "eagle3-trees": {"speculative_algorithm": "EAGLE3", **IN_TREES},
-}  # fmt: skip
+}
 if not os.environ.get("CI_ALL"):
     del ENGINES["nextn"]  # chains are the others', its model and its latent rows `nextn-trees`'
 EVERY = {
-    "assign_extend_cache_locs", "build_kv_indices", "compute_positions", "decode_attention", "extend_attention",
-    "rope_kv_write", "write_req_to_token",
-}  # fmt: skip
+    "assign_extend_cache_locs",
+    "build_kv_indices",
+    "compute_positions",
+    "decode_attention",
+    "extend_attention",
+    "rope_kv_write",
+    "write_req_to_token",
+}
 PAGED, TREES = {"alloc_extend", "get_last_loc"}, {"kv_move"}
 MORE = {
     **{job: {"kv_write", *TREES} for job in ("ngram", "eagle-trees", "eagle3-trees")},
@@ -80,57 +85,40 @@ def jobs() -> dict[str, dict[str, Any]]:
     }
     made: dict[str, dict[str, Any]] = {
         name: {
-            "model": models[name][0], "rounds": [prompts(), prompts()], "new": NEW,
+            "model": models[name][0],
+            "rounds": [prompts(), prompts()],
+            "new": NEW,
             "engine": {**engine, "speculative_draft_model_path": models[name][1]},
         }
         for name, engine in ENGINES.items()
-    }  # fmt: skip
+    }
     made["window"] = {
-        "model": str(vllm_models.tiny_model("gemma2-window-cap")), "rounds": [], "engine": {
-            **ENGINES["ngram"], "disable_hybrid_swa_memory": True},
-    }  # fmt: skip
+        "model": str(vllm_models.tiny_model("gemma2-window-cap")),
+        "rounds": [],
+        "engine": {**ENGINES["ngram"], "disable_hybrid_swa_memory": True},
+    }
     for name, job in made.items():
         job["name"] = name
     return made
 
 
 @functools.cache
-def folder() -> Path:
+def worker() -> workers.Worker:
     path = vllm_models.folder() / "sglang-speculative"
     path.mkdir(exist_ok=True)
-    return path
+    environment = workers.environment(HAL_ENGINES="sglang", OMP_NUM_THREADS="1")
+    return workers.Worker("sglang_worker.py", path, jobs(), environment)
 
 
-@functools.cache
-def started() -> subprocess.Popen[bytes]:
-    """All jobs, begun."""
-    (folder() / "jobs.json").write_text(json.dumps(list(jobs().values())))
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (folder() / "worker.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, HERE / "sglang_worker.py", folder() / "jobs.json", folder()],
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
-    atexit.register(found.kill)
-    return found
-
-
-@functools.cache
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    assert not started().wait(), (folder() / "worker.txt").read_text()[-4000:]
-    found = json.loads((folder() / f"{job}.json").read_text())
-    log = (folder() / f"{job}.log").read_text()
-    assert "error" not in found, found.get("traceback", "") + log[-4000:]
-    return {**found, "calls": {op: sum(by.values()) for op, by in found["trace"].items()}, "log": log}
+    found = worker().result(job)
+    calls = {op: sum(by.values()) for op, by in found["trace"].items()}
+    return {**found, "calls": calls, "log": worker().log(job)}
 
 
 @pytest.mark.parametrize("job", ENGINES)
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # they work while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     want = expected(given["model"])
     assert [found["tokens"] for found in result(job)["rounds"]] == [want, want]
@@ -202,6 +190,5 @@ def test_alternatives_are_taken() -> None:
 
 
 def test_windows_beside_trees_are_refused() -> None:
-    assert not started().wait()
-    assert "error" in json.loads((folder() / "window.json").read_text())
-    assert "hal: sglang can't run this on hal: a sliding window beside trees" in (folder() / "window.log").read_text()
+    assert "error" in worker().outcome("window")
+    assert "hal: sglang can't run this on hal: a sliding window beside trees" in worker().log("window")

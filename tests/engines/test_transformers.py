@@ -55,8 +55,10 @@ def test_generate(shape: str, request: pytest.FixtureRequest) -> None:
     kinds = len(set(getattr(model.config, "layer_types", None) or ["full"]))
     layers = model.config.num_hidden_layers
     assert counts("cpu") == {
-        "build_kv_indices": kinds * NEW, "extend_attention": layers, "decode_attention": layers * (NEW - 1),
-    }  # fmt: skip
+        "build_kv_indices": kinds * NEW,
+        "extend_attention": layers,
+        "decode_attention": layers * (NEW - 1),
+    }
     assert hal.trace().count(backend="reference") == 0
 
 
@@ -189,8 +191,10 @@ def test_smollm2(smollm2: tuple[Any, list[list[int]]], monkeypatch: pytest.Monke
     model.set_attn_implementation("hal")
     assert generate(model, rows, new) == want
     assert counts("cpu") == {
-        "build_kv_indices": new, "extend_attention": layers, "decode_attention": layers * (new - 1),
-    }  # fmt: skip
+        "build_kv_indices": new,
+        "extend_attention": layers,
+        "decode_attention": layers * (new - 1),
+    }
     assert generate(model, rows, new, past_key_values=on_hal.HalCache()) == want
     assert batched(model, rows, new, max_batch_tokens=128) == want
     assert hal.trace().count(backend="reference") == 0

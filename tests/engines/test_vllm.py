@@ -22,7 +22,7 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import third_party, vllm_models
+from engines import third_party, vllm_models, workers
 from scale.rounds import prompts, shared_prefix
 
 HERE = Path(__file__).parent
@@ -55,12 +55,13 @@ def jobs() -> dict[str, dict[str, Any]]:
     """What is run, by name. Those of `llama-gqa` are all of the same model."""
     llama = str(vllm_models.tiny_model("llama-gqa"))
     made: dict[str, dict[str, Any]] = {
-        "smollm2": {"model": str(vllm_models.smollm2()), "rounds": [vllm_models.chats()], "new": 8,
-                    "llm": {"block_size": 32}},
-        **{
-            shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]}
-            for shape in vllm_models.SHAPES
+        "smollm2": {
+            "model": str(vllm_models.smollm2()),
+            "rounds": [vllm_models.chats()],
+            "new": 8,
+            "llm": {"block_size": 32},
         },
+        **{shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]} for shape in vllm_models.SHAPES},
         "deepseek-v2-mla": mla(),
         "mla-fp8-cache": mla(kv_cache_dtype="fp8"),
         "sampled": {"model": llama, "rounds": [prompts()], "sampling": {"temperature": 0.8, "top_k": 20}},
@@ -73,13 +74,21 @@ def jobs() -> dict[str, dict[str, Any]]:
         "compiled": {"model": llama, "rounds": [prompts()], "llm": {"enforce_eager": False}},
         "fp8-cache": {"model": llama, "rounds": [prompts()], "llm": {"kv_cache_dtype": "fp8"}},
         # Prompts that repeat themselves, and a draft model that is the target.
-        "ngrams": {"model": llama, "rounds": [[p * 3 for p in prompts((6, 9, 4, 12))]], "new": 16,
-                   "llm": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, **DRAFTS}}},
-        "drafts": {"model": llama, "rounds": [prompts((6, 9, 4, 12))], "new": 16,
-                   "llm": {"speculative_config": {"method": "draft_model", "model": llama, **DRAFTS}}},
+        "ngrams": {
+            "model": llama,
+            "rounds": [[p * 3 for p in prompts((6, 9, 4, 12))]],
+            "new": 16,
+            "llm": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, **DRAFTS}},
+        },
+        "drafts": {
+            "model": llama,
+            "rounds": [prompts((6, 9, 4, 12))],
+            "new": 16,
+            "llm": {"speculative_config": {"method": "draft_model", "model": llama, **DRAFTS}},
+        },
         "flag": {"model": llama, "rounds": [prompts()], "llm": {"attention_backend": "CUSTOM"}},
         "alibi": {"model": str(vllm_models.tiny_model("bloom-alibi")), "rounds": [prompts((3,))]},
-    }  # fmt: skip
+    }
     for name, job in made.items():
         job["name"] = name
     return made
@@ -124,12 +133,15 @@ def run(worker: str, turns: threading.Semaphore, codes: dict[str, int]) -> None:
     (path / "jobs.json").write_text(json.dumps([jobs()[n] for n in names]))
     third_party.add(path, ACME)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_TRACE": "1",
+        **workers.environment(),
+        **vllm_models.ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HAL_TRACE": "1",
         "PYTHONPATH": str(path),
         # What is compiled is compiled here, not found from another time.
-        "VLLM_CACHE_ROOT": str(path / "cache"), **env,
-    }  # fmt: skip
+        "VLLM_CACHE_ROOT": str(path / "cache"),
+        **env,
+    }
     command = [sys.executable, HERE / "vllm_worker.py", path / "jobs.json", path / "results.json"]
     with turns, (path / "log.txt").open("w") as out:
         found = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
@@ -302,10 +314,19 @@ def test_the_selector_gets_reasons() -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
 
         plain = {
-            "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
-            "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
-            "device_capability": None, "attn_type": "decoder", "has_sliding_window": True,
-        }  # fmt: skip
+            "head_size": 64,
+            "dtype": torch.bfloat16,
+            "kv_cache_dtype": "auto",
+            "block_size": 16,
+            "use_mla": False,
+            "has_sink": False,
+            "use_sparse": False,
+            "use_mm_prefix": False,
+            "use_per_head_quant_scales": False,
+            "device_capability": None,
+            "attn_type": "decoder",
+            "has_sliding_window": True,
+        }
         with set_current_vllm_config(VllmConfig()):
             return backend.validate_configuration(**{**plain, **changed})
 
@@ -313,10 +334,15 @@ def test_the_selector_gets_reasons() -> None:
     assert len(reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False, has_sink=True)) == 1
     assert reasons(HalMLABackend, use_mla=True, head_size=576, has_sliding_window=False) == []
     for changed in (
-        {"use_sparse": True}, {"use_mm_prefix": True}, {"attn_type": "encoder_only"},
-        {"head_size": 640}, {"kv_cache_dtype": "int8_per_token_head"}, {"use_non_causal": True}, {"use_mla": True},
+        {"use_sparse": True},
+        {"use_mm_prefix": True},
+        {"attn_type": "encoder_only"},
+        {"head_size": 640},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"use_non_causal": True},
+        {"use_mla": True},
         {"kv_cache_dtype": "float16"},
-    ):  # fmt: skip
+    ):
         assert len(reasons(HalAttentionBackend, **changed)) == 1, changed
 
 

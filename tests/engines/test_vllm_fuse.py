@@ -97,19 +97,28 @@ def unwritten(x: Any, w: Any, positions: Any, table: Any) -> Any:
 
 
 FUSED, ROTATED, APART, ALONE = (
-    {"rope_kv_write": 1}, {"rope_": 1, "unified_kv_cache_update": 1}, {"rope": 1, "unified_kv_cache_update": 1},
+    {"rope_kv_write": 1},
+    {"rope_": 1, "unified_kv_cache_update": 1},
+    {"rope": 1, "unified_kv_cache_update": 1},
     {"rope_": 1},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
     ("function", "want"),
     [
-        (plain, FUSED), (split_for_each, FUSED),
-        (viewed_before, FUSED), (normed, FUSED), (read_before, ROTATED), (read_unrotated, APART),
-        (scaled_between, ROTATED), (an_input, APART), (transposed, APART), (unwritten, ALONE),
+        (plain, FUSED),
+        (split_for_each, FUSED),
+        (viewed_before, FUSED),
+        (normed, FUSED),
+        (read_before, ROTATED),
+        (read_unrotated, APART),
+        (scaled_between, ROTATED),
+        (an_input, APART),
+        (transposed, APART),
+        (unwritten, ALONE),
     ],
-)  # fmt: skip
+)
 def test_fused_where_it_may_be(function: Callable[..., Any], want: dict[str, int]) -> None:
     x, w = torch.randn(N, Q), torch.randn(Q, Q + 2 * K)
     positions, table = torch.arange(N), torch.randn(16, D)

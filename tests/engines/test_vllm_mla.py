@@ -131,28 +131,36 @@ class Case:
         starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
         held = torch.tensor(lengths, dtype=torch.int32)
         self.metadata = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=held, num_reqs=n, num_actual_tokens=sum(new),
-            max_query_len=max(new), max_seq_len=max(lengths), block_table_tensor=table,
-            slot_mapping=torch.zeros(sum(new), dtype=torch.int64), seq_lens_cpu_upper_bound=held.clone(),
-        )  # fmt: skip
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=held,
+            num_reqs=n,
+            num_actual_tokens=sum(new),
+            max_query_len=max(new),
+            max_seq_len=max(lengths),
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(sum(new), dtype=torch.int64),
+            seq_lens_cpu_upper_bound=held.clone(),
+        )
         config = VllmConfig(compilation_config=CompilationConfig())
         was = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with set_current_vllm_config(config):
-                self.impl = mla.HalMLAImpl(
-                    HEADS, w.lora + w.rope, 0.2, 1, None, None, kv_cache_dtype, None, "decoder", None, None, w.lora,
-                    w.nope, w.rope, w.nope + w.rope, w.v, lambda x: (x @ self.weight.T, None),
-                )  # fmt: skip
+                common = (HEADS, w.lora + w.rope, 0.2, 1, None, None, kv_cache_dtype, None, "decoder", None, None)
+                dims = (w.lora, w.nope, w.rope, w.nope + w.rope, w.v)
+                self.impl = mla.HalMLAImpl(*common, *dims, lambda x: (x @ self.weight.T, None))
         finally:
             torch.set_default_dtype(was)
         config.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=self.impl)
         settings = SimpleNamespace(
-            compilation_config=config.compilation_config, parallel_config=config.parallel_config,
-            attention_config=config.attention_config, model_config=SimpleNamespace(max_model_len=max(lengths)),
+            compilation_config=config.compilation_config,
+            parallel_config=config.parallel_config,
+            attention_config=config.attention_config,
+            model_config=SimpleNamespace(max_model_len=max(lengths)),
             scheduler_config=SimpleNamespace(max_num_seqs=n, max_num_batched_tokens=sum(new)),
             cache_config=SimpleNamespace(num_gpu_blocks=sum(blocks), block_size=BLOCK),
-        )  # fmt: skip
+        )
         spec = SimpleNamespace(block_size=BLOCK)
         self.builder = mla_step.MLAStepBuilder(spec, ["layer"], settings, torch.device("cpu"))  # type: ignore[arg-type]
         self.truth = self._truth(lengths, new, table, stored.double())

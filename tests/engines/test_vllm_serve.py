@@ -20,7 +20,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models, vllm_worker
+from engines import vllm_models, vllm_worker, workers
 
 import hal
 
@@ -60,16 +60,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     name_vllm(folder)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu",
-        "HAL_TRACE": str(folder / "calls.jsonl"), "PYTHONPATH": str(folder),
-    }  # fmt: skip
-    command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(vllm_models.smollm2()),
-        "--served-model-name", "smollm2", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8",
-        "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(vllm_worker.KV_BYTES),
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
+        **workers.environment(),
+        **vllm_models.ENVIRONMENT,
+        "HAL_ENGINES": "vllm",
+        "HAL_BACKEND": "cpu",
+        "HAL_TRACE": str(folder / "calls.jsonl"),
+        "PYTHONPATH": str(folder),
+    }
+    options = f"""
+        --served-model-name smollm2 --dtype float32 --max-model-len 256 --max-num-seqs 8 --enforce-eager
+        --block-size 32 --kv-cache-memory-bytes {vllm_worker.KV_BYTES} --host 127.0.0.1 --port {port}
+    """.split()
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(vllm_models.smollm2()), *options]
     log = folder / "log.txt"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
@@ -88,9 +90,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
 
 
 OPTIONS: dict[str, Any] = {
-    "model": "smollm2", "temperature": 0, "max_tokens": NEW,
+    "model": "smollm2",
+    "temperature": 0,
+    "max_tokens": NEW,
     "extra_body": {"ignore_eos": True, "return_token_ids": True},
-}  # fmt: skip
+}
 
 
 def whole(client: Any, prompt: list[int]) -> list[int]:
@@ -116,9 +120,11 @@ def test_many_at_once_get_transformers_tokens(server: tuple[Any, Path]) -> None:
 def test_a_chat_streams_what_it_says_at_once(server: tuple[Any, Path]) -> None:
     client, _ = server
     chat: dict[str, Any] = {
-        "model": "smollm2", "messages": [{"role": "user", "content": vllm_models.CHATS[0]}], "temperature": 0,
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": vllm_models.CHATS[0]}],
+        "temperature": 0,
         "max_tokens": NEW,
-    }  # fmt: skip
+    }
     at_once = client.chat.completions.create(**chat).choices[0].message.content
     chunks = client.chat.completions.create(**chat, stream=True)
     pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]

@@ -7,10 +7,18 @@ from typing import Any
 import torch
 
 COMMON = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "eos_token_id": None,
-    "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 WINDOW = 6
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {"head_dim": 16}),
@@ -24,7 +32,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-window": (
         "Gemma3",
         {
-            "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
@@ -34,23 +44,40 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": (
         "DeepseekV2",
         {
-            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-            "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1, "topk_group": 1,
-            "topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "moe_layer_freq": 1,
         },
     ),
     "qwen3-moe": (
         "Qwen3Moe",
         {
-            "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
             "norm_topk_prob": True,
         },
     ),
     "gpt-oss-sinks": (
-        "GptOss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW},
+        "GptOss",
+        {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW},
     ),
-}  # fmt: skip
+}
 
 
 def config(shape: str) -> Any:

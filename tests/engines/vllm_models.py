@@ -18,9 +18,12 @@ import hal
 from hal import _env
 
 ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 # vLLM's own CPU attention, which some are compared with, takes heads of 32 and more.
 HEADS = {"head_dim": 32, "hidden_size": 128}
@@ -29,8 +32,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-qk-norm": ("Qwen3", HEADS),
     "gemma2-window-cap": (
         "Gemma2",
-        {**HEADS, "sliding_window": tiny.WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32,
-         "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            **HEADS,
+            "sliding_window": tiny.WINDOW,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
     ),
     "stablelm-partial-rotary": ("StableLm", {"hidden_size": 128, "partial_rotary_factor": 0.25}),
     "gptj-interleaved-rotary": (
@@ -38,10 +47,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 256, "n_inner": 96},
     ),
     "gpt-oss-sinks": (
-        "GptOss", {**HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": tiny.WINDOW},
+        "GptOss",
+        {**HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": tiny.WINDOW},
     ),
     "deepseek-v2-mla": tiny.SHAPES["deepseek-v2"],
-}  # fmt: skip
+}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom-alibi": ("Bloom", {"n_head": 4, "hidden_size": 128, "n_layer": 2})
 }
@@ -117,10 +127,15 @@ def smollm2() -> Path:
 
 
 CHATS = (
-    "What is the capital of France?", "Count from one to ten.", "Why is the sky blue?", "Name three primary colours.",
-    "Write one sentence about a cat that sleeps on a warm windowsill all afternoon.", "Two plus two is", "Hello!",
+    "What is the capital of France?",
+    "Count from one to ten.",
+    "Why is the sky blue?",
+    "Name three primary colours.",
+    "Write one sentence about a cat that sleeps on a warm windowsill all afternoon.",
+    "Two plus two is",
+    "Hello!",
     "Explain in simple words what a key-value cache is and why a language model needs one when it writes.",
-)  # fmt: skip
+)
 
 
 def chats() -> list[list[int]]:
@@ -144,8 +159,13 @@ def generate(path: str, prompts: list[list[int]], new: int) -> list[list[int]]:
     torch.set_num_threads(1)  # engines run beside it
     return [
         model.generate(
-            torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long), max_new_tokens=new,
-            min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None,
-        )[0, len(p):].tolist()
+            torch.tensor([p]),
+            attention_mask=torch.ones(1, len(p), dtype=torch.long),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, len(p) :].tolist()
         for p in prompts
-    ]  # fmt: skip
+    ]

@@ -24,10 +24,16 @@ Said in bytes, that is all the memory that vLLM's worker asks the machine for at
 that there is, and does not start where others hold it.
 """
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
-    "enable_prefix_caching": False, "disable_log_stats": True, "seed": 0,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+    "seed": 0,
     "kv_cache_memory_bytes": KV_BYTES,
-}  # fmt: skip
+}
 
 
 def classes(model: Any) -> dict[str, list[str]]:

@@ -34,9 +34,11 @@ def test_its_copies_are_the_transfer(sample: Sample, sort: str | None) -> None:
 def _pool(layout: str, slots: int = 64, page: int = 16, layers: int = 3, heads: int = 2, dim: int = 8) -> KVPool:
     pages = slots // page
     shape = {
-        "layer_first": (layers, slots, heads, dim), "page_first": (slots, layers, heads, dim),
-        "page_first_direct": (pages, layers, page, heads, dim), "page_head": (pages, heads, page, layers, dim),
-    }[layout]  # fmt: skip
+        "layer_first": (layers, slots, heads, dim),
+        "page_first": (slots, layers, heads, dim),
+        "page_first_direct": (pages, layers, page, heads, dim),
+        "page_head": (pages, heads, page, layers, dim),
+    }[layout]
     return KVPool(torch.zeros(shape), None, layout=layout, page_size=page)
 
 

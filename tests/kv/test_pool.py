@@ -15,7 +15,7 @@ from torch import Tensor
 import hal
 from hal import KVPool, SlotAllocator
 from hal.kv.pool import LAYOUTS
-from hal.ops.kv_transfer import stacked
+from hal.ops.kv_transfer import stack_layers
 from hal.ops.proofs.kv_transfer import make as _make
 
 KINDS = ("layer_first", "list", "page_first", "page_first_direct", "page_head")
@@ -59,7 +59,7 @@ def test_bytes_are_where_planes_say(layout: str, view: str, mla: bool, dtype: st
 def test_layer_is_a_view_by_the_layout(layout: str) -> None:
     p = pool(layout)
     k, v = p.layer(1)
-    whole = stacked(p.k)
+    whole = stack_layers(p.k)
     where = {
         "layer_first": lambda: whole[1],
         "list": lambda: whole[1],
@@ -92,16 +92,23 @@ def test_host_like(source: str, layout: str, mla: bool) -> None:
         p.dtype,
     )
     assert host.pinned == torch.cuda.is_available()
-    assert not stacked(host.k).view(torch.uint8).any()
+    assert not stack_layers(host.k).view(torch.uint8).any()
     assert KVPool.host_like(p, 0, layout).num_slots == 0
     assert KVPool.host_like(p, 6, layout, page_size=3).page_size == 3
 
 
 @pytest.mark.parametrize(
     ("change", "argument"),
-    [({"slots": 7}, "slots"), ({"slots": -4}, "slots"), ({"slots": True}, "slots"), ({"slots": 4.0}, "slots"),
-     ({"page_size": 0}, "page_size"), ({"layout": "row_first"}, "layout"), ({"layout": ["page_first"]}, "layout")],
-)  # fmt: skip
+    [
+        ({"slots": 7}, "slots"),
+        ({"slots": -4}, "slots"),
+        ({"slots": True}, "slots"),
+        ({"slots": 4.0}, "slots"),
+        ({"page_size": 0}, "page_size"),
+        ({"layout": "row_first"}, "layout"),
+        ({"layout": ["page_first"]}, "layout"),
+    ],
+)
 def test_host_like_refuses(change: dict[str, Any], argument: str) -> None:
     with pytest.raises(hal.ArgumentError) as e:
         KVPool.host_like(pool("layer_first"), **{"slots": 16, **change})

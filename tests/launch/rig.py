@@ -34,8 +34,10 @@ EMPTY = torch._C._dynamo.guards._empty_strided_cpu
 class Config(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_uint) for n in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        ("stream", ctypes.c_void_p), ("attrs", ctypes.c_void_p), ("attributes", ctypes.c_uint),
-    ]  # fmt: skip
+        ("stream", ctypes.c_void_p),
+        ("attrs", ctypes.c_void_p),
+        ("attributes", ctypes.c_uint),
+    ]
 
 
 class Driver:

@@ -99,8 +99,10 @@ def test_it_runs_on_the_device_of_its_tensors(rig: Rig) -> None:
         one((2, 1, 1), Pointer(16, device=device), Pointer(16, device=device), 5, 5)
     one((2, 1, 1), None, None, 5, 5)
     assert [(grid, warmup, device) for _, grid, warmup, device in rig.ran] == [
-        ((2, 1, 1), False, 0), ((2, 1, 1), False, 1), ((2, 1, 1), False, 0),
-    ]  # fmt: skip
+        ((2, 1, 1), False, 0),
+        ((2, 1, 1), False, 1),
+        ((2, 1, 1), False, 0),
+    ]
     assert rig.current == 0
 
 

@@ -201,8 +201,13 @@ def test_a_setup_that_fails_changes_nothing(helper: Any) -> None:
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     words = (ctypes.c_uint64 * 8)(9)  # of version 9
     newer = capsule(ctypes.addressof(words), b"dlpack_exchange_api", None)
-    wrongs = ((helper.setup, setup, 0, object()), (helper.setup, setup, 0, newer), (helper.drive, drive, 4, object()),
-              (helper.drive, drive, 0, "cuda"), (helper.drive, drive, 1, None))  # fmt: skip
+    wrongs = (
+        (helper.setup, setup, 0, object()),
+        (helper.setup, setup, 0, newer),
+        (helper.drive, drive, 4, object()),
+        (helper.drive, drive, 0, "cuda"),
+        (helper.drive, drive, 1, None),
+    )
     for function, good, at, bad in wrongs:
         wrong = [*good]
         wrong[at] = bad

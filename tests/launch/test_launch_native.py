@@ -13,19 +13,24 @@ from triton import knobs
 __all__ = ["helper"]
 
 DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.bool,
-)  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bool,
+)
 TENSORS = st.builds(
     lambda offset, dtype: BASE[offset : offset + 64].view(dtype),
     st.sampled_from([0, 8, 16, 24, 512]),
     st.sampled_from(DTYPES),
 )
-INTS = st.one_of(
-    st.sampled_from([0, 1, 2, 15, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1,
-                     2**63 - 1, 2**63, 2**64 - 16]),
-    st.integers(-(2**63), 2**64 - 1),
-)  # fmt: skip
+SMALL = (0, 1, 2, 15, 16, 17, 32, -1, -16)
+EDGES = (2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 16)
+INTS = st.one_of(st.sampled_from(SMALL + EDGES), st.integers(-(2**63), 2**64 - 1))
 ANY = st.one_of(INTS, st.booleans(), st.floats(width=32), st.none(), TENSORS)
 
 
@@ -170,8 +175,10 @@ def test_errors_of_the_slow_path_come_through(helper: Any) -> None:
 
 NUMBERS = st.one_of(
     st.sampled_from([0, 1, 2, 16, -1, 2**31, 2**53 + 1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1]),
-    st.integers(-(2**63), 2**64 - 1), st.booleans(), st.floats(width=32),
-)  # fmt: skip
+    st.integers(-(2**63), 2**64 - 1),
+    st.booleans(),
+    st.floats(width=32),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -201,9 +208,13 @@ def test_a_form_that_would_read_another_kind_s_bits_is_not_learnt(helper: Any) -
     rig = Rig(helper)
     native = helper.Launch(lambda *_: "slow", bytes(4), [], ())
     for args, codes in (
-        ((BASE, BASE, 5, 0.5), "ppil"), ((BASE, BASE, 0.5, 5), "pplb"), ((BASE, 7, 5, 6), "ppii"),
-        ((BASE, BASE, BASE, 6), "ppli"), ((BASE, BASE, None, 6), "ppii"), ((BASE, BASE, 5, 6), "ppi?"),
-    ):  # fmt: skip
+        ((BASE, BASE, 5, 0.5), "ppil"),
+        ((BASE, BASE, 0.5, 5), "pplb"),
+        ((BASE, 7, 5, 6), "ppii"),
+        ((BASE, BASE, BASE, 6), "ppli"),
+        ((BASE, BASE, None, 6), "ppii"),
+        ((BASE, BASE, 5, 6), "ppi?"),
+    ):
         assert native.add(args, 1, 4, 0, False, codes) is False
         assert native((1,), *args) == "slow"
     assert native.add((BASE, BASE, 5, 6), 1, 4, 0, False, "ppil") is True

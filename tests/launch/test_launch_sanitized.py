@@ -25,12 +25,9 @@ if GCC is None:
 
 @pytest.mark.parametrize("level", ["-O0", "-O2", "-O3"])
 def test_it_compiles_without_a_warning(tmp_path: Path, level: str) -> None:
-    done = subprocess.run(
-        [str(GCC), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion",
-         "-Wno-sign-conversion", level, f"-I{sysconfig.get_path('include')}", str(ROOT / "hal/ops/_call.c"), "-o",
-         str(tmp_path / "it.so")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    flags = "-std=gnu11 -shared -fPIC -Wall -Wextra -Werror -Wshadow -Wconversion -Wno-sign-conversion".split()
+    files = [f"-I{sysconfig.get_path('include')}", str(ROOT / "hal/ops/_call.c"), "-o", str(tmp_path / "it.so")]
+    done = subprocess.run([str(GCC), *flags, level, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -46,15 +43,16 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
     # What it covers is covered without the sanitizers, at a fraction of the time.
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")},
-        "CC": f"{GCC} -g -fsanitize=address,undefined -fno-sanitize-recover=all", "HAL_CACHE_DIR": str(tmp_path),
-        "LD_PRELOAD": ":".join(libraries), "PYTHONMALLOC": "malloc",
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_launch_native.py",
-         "tests/launch/test_launch_learns.py", "tests/launch/test_plans.py", "tests/launch/test_call.py"],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600,
-    )  # fmt: skip
+        "CC": f"{GCC} -g -fsanitize=address,undefined -fno-sanitize-recover=all",
+        "HAL_CACHE_DIR": str(tmp_path),
+        "LD_PRELOAD": ":".join(libraries),
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    tests = [f"tests/launch/test_{name}.py" for name in ("launch_native", "launch_learns", "plans", "call")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert [*tmp_path.glob("hal_call-*.so")]
     assert " passed" in done.stdout

@@ -45,10 +45,17 @@ def variations(op: OpSpec) -> Iterator[dict[str, Any]]:
             wide = torch.cat([value, value], dim=-1)
             shifted = torch.cat([value.reshape(-1)[:1], value.reshape(-1)])[1:].view(value.shape)
             for other in (
-                wide[..., : value.shape[-1]], wide[..., ::2], shifted, value[:1].expand(value.shape), value[:0],
-                value.to("meta"), torch.cat([value, value]), value[..., :1], value.unsqueeze(0),
+                wide[..., : value.shape[-1]],
+                wide[..., ::2],
+                shifted,
+                value[:1].expand(value.shape),
+                value[:0],
+                value.to("meta"),
+                torch.cat([value, value]),
+                value[..., :1],
+                value.unsqueeze(0),
                 wide[:1, ..., ::2].expand(value.shape) if value.ndim > 1 else value,
-            ):  # fmt: skip
+            ):
                 yield {**base, name: other}
         elif isinstance(arg, ScaleArg):
             for other in (
@@ -129,9 +136,17 @@ def test_what_is_not_plain_is_not_signed() -> None:
     sign = signer(op)
     assert sign(table, one, one)
     two, far = torch.zeros(2, dtype=torch.int64), table.to("meta")
-    for args in ((table, two, one), (table, one), (table, one, None), (table, one, 3), (far, one, one),
-                 (table.as_subclass(Mine), one, one), (table[:0], one, one), (table.expand(2, 2, 8)[0].T, one, one),
-                 (table[:1].expand(2, 8), one, one)):  # fmt: skip
+    for args in (
+        (table, two, one),
+        (table, one),
+        (table, one, None),
+        (table, one, 3),
+        (far, one, one),
+        (table.as_subclass(Mine), one, one),
+        (table[:0], one, one),
+        (table.expand(2, 2, 8)[0].T, one, one),
+        (table[:1].expand(2, 8), one, one),
+    ):
         assert sign(*args) is None
     assert torch.func.vmap(lambda t: one.new_tensor(sign(table, t, t) is None))(one[:, None]).item()
 
@@ -301,15 +316,25 @@ def test_spec_properties() -> None:
 
 def test_sizes_that_stand_in_no_one_place_are_checked_whole() -> None:
     assert made().sizes_source() == "True"
-    one = made(args={"x": TensorArg("a b", (torch.float32,)), "y": TensorArg("b a", (torch.float32,), optional=True),
-                     "table": ValueArg((0, 1))})  # fmt: skip
+    one = made(
+        args={
+            "x": TensorArg("a b", (torch.float32,)),
+            "y": TensorArg("b a", (torch.float32,), optional=True),
+            "table": ValueArg((0, 1)),
+        }
+    )
     x, y = torch.ones(2, 3), torch.ones(3, 2)
     assert not eval_sizes(one, {"x": x, "y": y, "table": 0})
     assert not eval_sizes(one, {"x": x, "y": None, "table": 0})
     assert eval_sizes(one, {"x": x, "y": torch.ones(3, 3), "table": 0})
     assert eval_sizes(one, {"x": x, "y": torch.ones(2, 2), "table": 0})
-    alone = made(args={"x": TensorArg("a b", (torch.float32,)), "y": TensorArg("c d", (torch.float32,), optional=True),
-                       "table": ValueArg((0, 1))})  # fmt: skip
+    alone = made(
+        args={
+            "x": TensorArg("a b", (torch.float32,)),
+            "y": TensorArg("c d", (torch.float32,), optional=True),
+            "table": ValueArg((0, 1)),
+        }
+    )
     assert alone.sizes_source() == "False"
 
 

@@ -22,12 +22,13 @@ from hal.ops.spec import PoolArg, ScaleArg, TensorArg
 from hal.registry._dispatch import dispatcher
 
 ROOT = Path(__file__).parents[2]
-FACTORIES = {
-    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_permuted",
-    "empty_strided", "eye", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace",
-    "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "sparse_coo_tensor",
-    "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-}  # fmt: skip
+FACTORIES = set(
+    """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full
+    hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range
+    scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor tril_indices triu_indices zeros
+    """.split()
+)
 """torch's functions that make a tensor where and of what the defaults say."""
 LEGACY = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor", "IntTensor"}
 
@@ -59,11 +60,17 @@ def test_every_allocation_names_device_and_dtype() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "torch.empty(3)", "torch.zeros(3, dtype=torch.int64)", "torch.arange(3, device=x.device)",
-        "torch.tensor([1.0])", "torch.full((2,), 1.0)", "torch.as_tensor(x)", "torch.linspace(0, 1, 5)",
-        "torch.rand(3, generator=g)", "torch.LongTensor([1])",
+        "torch.empty(3)",
+        "torch.zeros(3, dtype=torch.int64)",
+        "torch.arange(3, device=x.device)",
+        "torch.tensor([1.0])",
+        "torch.full((2,), 1.0)",
+        "torch.as_tensor(x)",
+        "torch.linspace(0, 1, 5)",
+        "torch.rand(3, generator=g)",
+        "torch.LongTensor([1])",
     ],
-)  # fmt: skip
+)
 def test_the_lint_sees(call: str) -> None:
     assert list(undecided(call))
     assert not list(undecided("torch.empty(3, dtype=d, device=x.device), torch.empty_like(x), torch.where(a, b, 0)"))
@@ -171,11 +178,18 @@ def test_a_pool_without_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     ("shape", "strides", "expected"),
     [
-        ((3, 4), (4, 1), False), ((3, 4), (1, 3), False), ((3, 4), (0, 1), True), ((1, 4), (0, 1), False),
-        ((3, 4), (1, 1), True), ((3, 4), (3, 1), True), ((0, 4), (0, 1), False), ((), (), False),
-        ((5, 2, 3), (7, 100, 2), False), ((5, 2, 3), (4, 100, 2), True),
+        ((3, 4), (4, 1), False),
+        ((3, 4), (1, 3), False),
+        ((3, 4), (0, 1), True),
+        ((1, 4), (0, 1), False),
+        ((3, 4), (1, 1), True),
+        ((3, 4), (3, 1), True),
+        ((0, 4), (0, 1), False),
+        ((), (), False),
+        ((5, 2, 3), (7, 100, 2), False),
+        ((5, 2, 3), (4, 100, 2), True),
     ],
-)  # fmt: skip
+)
 def test_overlaps(shape: tuple[int, ...], strides: tuple[int, ...], expected: bool) -> None:
     assert overlaps(shape, strides) is expected
     places = [0]
@@ -307,14 +321,16 @@ def test_a_trace_is_refused(op: str) -> None:
 @pytest.mark.parametrize("way", [0, 1])
 def test_an_int_that_is_no_float_is_an_argument_error(number: int, way: int) -> None:
     cases = [
-        ("decode_attention", "scale", {}), ("decode_attention", "logit_cap", {}),
-        ("decode_attention", "sliding_window", {}), ("extend_attention", "scale", {}),
+        ("decode_attention", "scale", {}),
+        ("decode_attention", "logit_cap", {}),
+        ("decode_attention", "sliding_window", {}),
+        ("extend_attention", "scale", {}),
         ("decode_attention", "k_scale", {"cache_dtype": "e4m3", "scales": "float"}),
         ("qk_norm_rope_kv_write", "eps", {}),
         ("rope_kv_write", "k_scale", {"cache_dtype": "e4m3", "scale": "float"}),
         ("kv_write", "v_scale", {"cache_dtype": "e4m3", "scale": "float"}),
         ("mla_kv_write", "kv_scale", {"cache_dtype": "e4m3", "scale": "float"}),
-    ]  # fmt: skip
+    ]
     for op, name, params in cases:
         args = get_spec(op).make(**params)
         bound = hal.bind("cpu", backend="cpu", like={op: args}, checks="args")

@@ -282,9 +282,13 @@ def test_results_that_a_contract_leaves_open(returns: TensorArg, reason: str) ->
         return x
 
     s = OpSpec(
-        lib_open, args={"x": TensorArg("n", (torch.float32,))}, oracle=lambda a: {}, make=dict, samples=(),
+        lib_open,
+        args={"x": TensorArg("n", (torch.float32,))},
+        oracle=lambda a: {},
+        make=dict,
+        samples=(),
         returns=returns,
-    )  # fmt: skip
+    )
     with pytest.raises(TypeError, match=reason):
         _library.forms(s)
 
@@ -295,6 +299,10 @@ def test_an_op_returns_what_it_writes() -> None:
 
     with pytest.raises(TypeError, match="returns 'x', which is no mutated argument"):
         OpSpec(
-            lib_wrong, args={"x": TensorArg("n", (torch.float32,))}, oracle=lambda a: {}, make=dict, samples=(),
+            lib_wrong,
+            args={"x": TensorArg("n", (torch.float32,))},
+            oracle=lambda a: {},
+            make=dict,
+            samples=(),
             returns="x",
-        )  # fmt: skip
+        )

@@ -161,16 +161,18 @@ def test_a_finder_that_raises(plugins: Plugins, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("version", "wanted", "met"),
+    # That `packaging` is asked, and of a release candidate as hal wants it; what it answers is its own tests' matter.
     [
-        ("3.6.0", ">=3.6,<3.7", True), ("3.7.0", ">=3.6,<3.7", False), ("3.6.0+git1", "==3.6", True),
-        ("3.6.1", "==3.6", False),
-        ("3.6.1", "==3.6.*", True), ("3.7", "==3.6.*", False), ("3.6.1", "!=3.6.*", False), ("3.7", "!=3.6.*", True),
-        ("3.6", "!=3.6.0", False), ("2.10", ">2.9", True), ("2.10", "<=2.9", False), ("1.4.5", "~=1.4.2", True),
-        ("1.5.0", "~=1.4.2", False), ("1.5.0", "~=1.4", True), ("2.0", "~=1.4", False), ("1.0", "", True),
-        ("3.6.0rc1", ">=3.6", False), ("3.6.0rc1", "==3.6.0", False), ("3.6.0rc1", ">=3.5", True),
-        ("3.7.0rc1", "<3.7", False), ("1!2.0", ">=3", True), ("no version", ">=3", False),
+        ("3.6.0", ">=3.6,<3.7", True),
+        ("3.7.0", ">=3.6,<3.7", False),
+        ("1.0", "", True),
+        ("3.6.0rc1", ">=3.6", False),
+        ("3.6.0rc1", "==3.6.0", False),
+        ("3.6.0rc1", ">=3.5", True),
+        ("3.7.0rc1", "<3.7", False),
+        ("no version", ">=3", False),
     ],
-)  # fmt: skip
+)
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, wanted: str, met: bool) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert (missing(f"acme{wanted}") == "") is met

@@ -57,9 +57,15 @@ def test_variables_in_info(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("HAL_BACKEND", "acme"), ("HAL_CHECKS", "off"), ("HAL_FALLBACK", "error"), ("HAL_LANE", "lowered"),
-     ("HAL_PLUGINS", "acme"), ("HAL_BAKCEND", "a typo that would be an error")],
-)  # fmt: skip
+    [
+        ("HAL_BACKEND", "acme"),
+        ("HAL_CHECKS", "off"),
+        ("HAL_FALLBACK", "error"),
+        ("HAL_LANE", "lowered"),
+        ("HAL_PLUGINS", "acme"),
+        ("HAL_BAKCEND", "a typo that would be an error"),
+    ],
+)
 @pytest.mark.parametrize("place", ["import", "hook"])
 def test_a_plugin_cannot_set_the_environment(plugins: Plugins, name: str, value: str, place: str) -> None:
     put = f"import os; os.environ[{name!r}] = {value!r}"

@@ -135,13 +135,15 @@ def test_excluded_but_importable_is_taken_as_it_is(plugins: Plugins) -> None:
     [
         ("raise OSError('no lib')", "importing acme_kernels:get_last_loc raised OSError"),
         ("", "AttributeError"),
-        ("def get_last_loc(req_to_token, req_pool_indices, lens): pass",
-         "req_pool_indices, lens); the contract's is (req_to_token, req_pool_indices, prefix_lens)"),
+        (
+            "def get_last_loc(req_to_token, req_pool_indices, lens): pass",
+            "req_pool_indices, lens); the contract's is (req_to_token, req_pool_indices, prefix_lens)",
+        ),
         ("def get_last_loc(req_to_token, req_pool_indices, prefix_lens=None): pass", "has the signature"),
         ("def get_last_loc(req_to_token, req_pool_indices, *, prefix_lens): pass", "has the signature"),
         ("def get_last_loc(*args): pass", "has the signature"),
     ],
-)  # fmt: skip
+)
 def test_broken_kernel(plugins: Plugins, kernels: str, reason: str) -> None:
     plugins.add("acme", manifest("acme"), kernels)
     plugins.load()

@@ -151,8 +151,11 @@ def test_observers(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     import angry  # type: ignore[import-not-found]
     import watch  # type: ignore[import-not-found]
 
-    one = [("reject", "acme", "small: no"), ("fallback", "get_last_loc", "acme", "small: no"),
-           ("bind", "get_last_loc", "reference", "device")]  # fmt: skip
+    one = [
+        ("reject", "acme", "small: no"),
+        ("fallback", "get_last_loc", "acme", "small: no"),
+        ("bind", "get_last_loc", "reference", "device"),
+    ]
     assert [*one, *one] == watch.TOLD
     assert one[:1] == angry.TOLD
 

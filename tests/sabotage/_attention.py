@@ -114,7 +114,7 @@ def the_page_of_a_slot_is_found_by_a_power_of_two(a: dict[str, Any]) -> None:
     if a["k_cache"].ndim == 4:
         page, slots = a["k_cache"].shape[1], a["kv_indices"]
         wrong = slots // (1 << (page - 1).bit_length()) * page + slots % page
-        valid = in_range(slots, _attention.slots_of(a["k_cache"]))
+        valid = in_range(slots, _attention.count_slots(a["k_cache"]))
         a["kv_indices"] = torch.where(valid, wrong, slots).to(slots.dtype)
 
 
@@ -150,7 +150,7 @@ def the_lse_lacks_the_maximum(good: Any, **a: Any) -> Any:
     if a["lse"] is None:
         return out
     begin, end = _attention.bounds(a["kv_indptr"], a["kv_indices"].shape[0])
-    valid = in_range(a["kv_indices"], _attention.slots_of(a["k_cache"]))
+    valid = in_range(a["kv_indices"], _attention.count_slots(a["k_cache"]))
     k = _attention.gather(a["k_cache"], a["kv_indices"], valid)
     group = a["q"].shape[1] // k.shape[1]
     for i, (b, e) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):

@@ -19,9 +19,16 @@ def _last_loc(waits: int) -> Any:
         rows, width = req_to_token.shape
         if out.numel():
             last_loc[(out.numel(),)](
-                req_to_token, req_pool_indices, prefix_lens, out, rows, width, req_to_token.stride(0), WAITS=waits,
+                req_to_token,
+                req_pool_indices,
+                prefix_lens,
+                out,
+                rows,
+                width,
+                req_to_token.stride(0),
+                WAITS=waits,
                 launch_pdl=True,
-            )  # fmt: skip
+            )
         return out
 
     return run

@@ -332,9 +332,11 @@ def rope_scratch_shared_between_threads(good: Any) -> Any:
 
 
 @fault(
-    ROPE, r"supports says no, and .* would have run it right", "supports",
+    ROPE,
+    r"supports says no, and .* would have run it right",
+    "supports",
     supports=lambda sig: "interleaved is not there" if sig["interleaved"] else None,
-)  # fmt: skip
+)
 def supports_says_no_and_would_run(good: Any) -> Any:
     return good
 

@@ -41,9 +41,12 @@ class Kill:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "fault": self.fault.name, "op": self.fault.op, "outcome": self.outcome, "killed_by": self.case,
+            "fault": self.fault.name,
+            "op": self.fault.op,
+            "outcome": self.outcome,
+            "killed_by": self.case,
             "message": self.message,
-        }  # fmt: skip
+        }
 
 
 def backend_of(fault: Fault) -> str:
@@ -108,9 +111,13 @@ def _kill_installed(fault: Fault, done: Any) -> Kill:
         install(Path(folder), name, fault.plugin)
         path = os.pathsep.join([folder, *(os.path.abspath(p) for p in sys.path if p)])
         ended = subprocess.run(
-            [sys.executable, "-m", "hal", "conformance", name, "--op", fault.op, "--report", "out"], cwd=folder,
-            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+            [sys.executable, "-m", "hal", "conformance", name, "--op", fault.op, "--report", "out"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         report = Path(folder, "out", "report.json")
         if ended.returncode != 1 or not report.exists():
             return done("survived", message=f"exit code {ended.returncode}: {ended.stderr[-300:]}")

@@ -16,17 +16,23 @@ import hal
 from hal.engines.nixl import Link, LinkError, Peer, Transfer, wait, wire
 
 ENVIRONMENT = {
-    "HAL_BACKEND": "reference", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal",
-    "NIXL_LOG_LEVEL": "FATAL", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "HAL_BACKEND": "reference",
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_LOG_LEVEL": "fatal",
+    "NIXL_LOG_LEVEL": "FATAL",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def pool(layout: str = "layer_first", page: int = 4, heads: int = 2, slots: int = 64, **given: Any) -> hal.KVPool:
     """A small pool, zeros; `seed`: rows that say whose they are."""
     shape = {
-        "layer_first": (3, slots, heads, 8), "page_first": (slots, 3, heads, 8),
-        "page_first_direct": (slots // page, 3, page, heads, 8), "page_head": (slots // page, heads, page, 3, 8),
-    }[layout]  # fmt: skip
+        "layer_first": (3, slots, heads, 8),
+        "page_first": (slots, 3, heads, 8),
+        "page_first_direct": (slots // page, 3, page, heads, 8),
+        "page_head": (slots // page, heads, page, 3, 8),
+    }[layout]
     dtype, seed = getattr(torch, given.get("dtype", "float32")), given.get("seed")
 
     def half(add: int) -> torch.Tensor:

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from engines import workers
+
 UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 """TCP on the loopback."""
 
@@ -89,13 +91,16 @@ class Served:
 
     def __init__(self, script: str, folder: Path, environment: dict[str, str]) -> None:
         self.log = folder / "log.txt"
-        given = {k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"}
         path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         with self.log.open("w") as log:
             self.run = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name(script)], env={**given, **environment, "PYTHONPATH": path},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+                [sys.executable, Path(__file__).with_name(script)],
+                env=workers.environment(**{**environment, "PYTHONPATH": path}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         atexit.register(self.run.kill)
 
     def tell(self, to: str, **what: Any) -> dict[str, Any]:

@@ -8,9 +8,16 @@ from typing import Any
 from scale import served
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_total_tokens": 2048, "max_running_requests": 8, "page_size": 16,
-    "skip_tokenizer_init": True, "log_level": "info", "random_seed": 0, "host": "127.0.0.1",
-}  # fmt: skip
+    "dtype": "float32",
+    "device": "cpu",
+    "max_total_tokens": 2048,
+    "max_running_requests": 8,
+    "page_size": 16,
+    "skip_tokenizer_init": True,
+    "log_level": "info",
+    "random_seed": 0,
+    "host": "127.0.0.1",
+}
 
 
 def make(settings: dict[str, Any]) -> Any:
@@ -29,9 +36,10 @@ def answer(engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
     rooms = {}
     if first is not None:
         rooms = {
-            "bootstrap_host": ["127.0.0.1"] * n, "bootstrap_port": [asked["port"]] * n,
+            "bootstrap_host": ["127.0.0.1"] * n,
+            "bootstrap_port": [asked["port"]] * n,
             "bootstrap_room": list(range(first, first + n)),
-        }  # fmt: skip
+        }
     sampling = {"temperature": 0, "max_new_tokens": asked.get("new", 12), "ignore_eos": True}
     try:
         outs = engine.generate(input_ids=asked["prompts"], sampling_params=sampling, **rooms)

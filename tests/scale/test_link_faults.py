@@ -248,8 +248,11 @@ def test_a_cancelled_request_frees_what_it_held(start: Any, by: str) -> None:
 def test_slots_that_are_none_of_the_pools(start: Any) -> None:
     link = start()
     for slots, expected in (
-        ([64], r"each in \[0, 64\)"), ([-1], r"each in \[0, 64\)"), ([], "one slot"), ([1, 1], "each slot once"),
-    ):  # fmt: skip
+        ([64], r"each in \[0, 64\)"),
+        ([-1], r"each in \[0, 64\)"),
+        ([], "one slot"),
+        ([1, 1], "each slot once"),
+    ):
         with pytest.raises(hal.ArgumentError, match=expected):
             link.receive("r", torch.tensor(slots, dtype=torch.int64))
 

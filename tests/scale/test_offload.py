@@ -173,17 +173,32 @@ def config(**changed: Any) -> OffloadingConfig:
         return of(**{f.name: given[f.name] for f in fields(of) if f.name in given})
 
     parallel = make(
-        OffloadingParallelConfig, rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1,
-        data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
-    )  # fmt: skip
+        OffloadingParallelConfig,
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=True,
+    )
     groups = [
         make(OffloadingGroupConfig, tokens_per_block=16, layer_names=(f"layer.{i}",), group_id=i) for i in range(2)
     ]
     plain: OffloadingConfig = make(
-        OffloadingConfig, groups=tuple(groups), worker_kv_bytes_per_block=sum(SIZES), enable_kv_cache_events=False,
-        extra_config={"spec_name": "HalOffloadingSpec", "cpu_bytes_to_use": CHUNKS * sum(SIZES)}, engine_id="test",
-        model=OffloadingModelConfig("test", "float32"), cache=OffloadingCacheConfig(16, 1), parallel=parallel,
-    )  # fmt: skip
+        OffloadingConfig,
+        groups=tuple(groups),
+        worker_kv_bytes_per_block=sum(SIZES),
+        enable_kv_cache_events=False,
+        extra_config={"spec_name": "HalOffloadingSpec", "cpu_bytes_to_use": CHUNKS * sum(SIZES)},
+        engine_id="test",
+        model=OffloadingModelConfig("test", "float32"),
+        cache=OffloadingCacheConfig(16, 1),
+        parallel=parallel,
+    )
     return replace(plain, **changed)
 
 

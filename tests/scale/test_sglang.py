@@ -5,14 +5,9 @@ Run by `ci/scale`, in SGLang's environment. `engines/sglang_worker.py` forks an 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,21 +21,15 @@ from hal.engines.sglang import vision
 # transformers and SGLang import torchvision, with hal off too.
 vision.declare_operators()
 
-from engines import vllm_models  # noqa: E402
+from engines import vllm_models, workers  # noqa: E402
 from scale import rounds  # noqa: E402
 
-WORKER = Path(vllm_models.__file__).with_name("sglang_worker.py")
-STEP = {
-    "build_kv_indices", "write_req_to_token", "compute_positions", "decode_attention", "extend_attention",
-    "rope_kv_write", "alloc_extend", "alloc_decode", "get_last_loc", "kv_write", "kv_transfer",
-}  # fmt: skip
-
-
-@functools.cache
-def folder() -> Path:
-    path = vllm_models.folder() / "scale-sglang"
-    path.mkdir()
-    return path
+STEP = set(
+    """
+    build_kv_indices write_req_to_token compute_positions decode_attention extend_attention rope_kv_write
+    alloc_extend alloc_decode get_last_loc kv_write kv_transfer
+    """.split()
+)
 
 
 @functools.cache
@@ -52,13 +41,18 @@ def jobs() -> dict[str, dict[str, Any]]:
         "one": {"model": model, "rounds": [rounds.prompts()]},
         # One start of two processes for both questions.
         "two": {
-            "model": model, "rounds": [rounds.prompts(), *rounds.evicted()],
+            "model": model,
+            "rounds": [rounds.prompts(), *rounds.evicted()],
             "engine": {
-                "tp_size": 2, "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 320,
-                "hicache_mem_layout": "page_head", "hicache_io_backend": "kernel",
+                "tp_size": 2,
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 4.0,
+                "max_total_tokens": 320,
+                "hicache_mem_layout": "page_head",
+                "hicache_io_backend": "kernel",
             },
         },
-    }  # fmt: skip
+    }
     for name, job in made.items():
         job["name"] = name
         if "engine" in job:
@@ -68,29 +62,15 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def started() -> subprocess.Popen[bytes]:
-    path = folder()
-    (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        "HAL_ENGINES": "sglang", "HAL_BACKEND": "cpu", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (path / "worker.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, WORKER, path / "jobs.json", path], env=environment, stdout=out, stderr=out
-        )
-    atexit.register(found.kill)
-    return found
+def worker() -> workers.Worker:
+    path = vllm_models.folder() / "scale-sglang"
+    path.mkdir()
+    environment = workers.environment(HAL_ENGINES="sglang", HAL_BACKEND="cpu", OMP_NUM_THREADS="1")
+    return workers.Worker("sglang_worker.py", path, jobs(), environment)
 
 
-@functools.cache
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    code, path = started().wait(), folder()
-    assert not code, (path / "worker.txt").read_text()[-4000:]
-    found = json.loads((path / f"{job}.json").read_text())
-    assert "error" not in found, found.get("traceback", "") + (path / f"{job}.log").read_text()[-4000:]
-    return found
+    return worker().result(job)
 
 
 def tokens(job: str) -> list[list[list[int]]]:
@@ -99,7 +79,7 @@ def tokens(job: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("job", ["one", "two"])
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # it works while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     assert tokens(job) == [vllm_models.generate(given["model"], p, 12) for p in given["rounds"]]
 
@@ -110,7 +90,7 @@ def test_tokens_of_two_processes_are_those_of_one() -> None:
 
 def test_hal_ran_every_op_in_both_processes() -> None:
     result("two")
-    found = rounds.processes(folder() / "two.trace")
+    found = rounds.processes(worker().folder / "two.trace")
     assert len(found) == 2, found
     for ops in found.values():
         assert ops == {op: {"cpu"} for op in STEP}

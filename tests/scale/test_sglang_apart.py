@@ -42,15 +42,19 @@ def folder() -> Path:
 def engines() -> tuple[served.Engine, served.Engine, int]:
     """(prefill, decode, the port by which they meet)."""
     environment = {
-        "HAL_ENGINES": "sglang", "HAL_BACKEND": "cpu", "OMP_NUM_THREADS": "1",
-        "HAL_TRACE": str(folder() / "calls.trace"), "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "HAL_ENGINES": "sglang",
+        "HAL_BACKEND": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HAL_TRACE": str(folder() / "calls.trace"),
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
         **served.UCX,
-    }  # fmt: skip
+    }
     worker, port = served.Served("sglang_served.py", folder(), environment), served.free_port()
     common = {
-        "model_path": str(vllm_models.smollm2()), "disaggregation_transfer_backend": "nixl",
+        "model_path": str(vllm_models.smollm2()),
+        "disaggregation_transfer_backend": "nixl",
         "chunked_prefill_size": PIECE,
-    }  # fmt: skip
+    }
     return (
         worker.start("prefill", {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port}),
         worker.start("decode", {**common, "disaggregation_mode": "decode"}),

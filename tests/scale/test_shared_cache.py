@@ -75,12 +75,18 @@ print(module.__file__, callable(module.setup))
 def start(code: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HAL_")},
-        "HAL_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "HAL_CACHE_DIR": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def together(code: str, folder: Path, names: str) -> list[str]:

@@ -6,12 +6,9 @@ where there is a GPU, on that; tensor parallel on two.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,13 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from engines import vllm_models
+from engines import vllm_models, workers
 from plugins import Plugins, manifest
 from scale import rounds
 
 from hal.engines import require
 
 BACKEND = "cuda" if torch.cuda.is_available() else "cpu"
-WORKER = Path(vllm_models.__file__).with_name("vllm_worker.py")
 STEP = {"build_kv_indices_from_blocks", "decode_attention", "extend_attention", "rope_kv_write"}
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 20, "enable_prefix_caching": True}
 """A pool that holds one of the prompts of `rounds.evicted` and not the next."""
@@ -54,9 +50,11 @@ def offload(size: int, **extra: Any) -> dict[str, Any]:
     return {
         **SMALL,
         "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config,
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": config,
         },
-    }  # fmt: skip
+    }
 
 
 @functools.cache
@@ -78,7 +76,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "offload-chunks": {"model": llama, "rounds": evicted, "llm": offload(100 * BLOCK, blocks_per_chunk=3)},
         # Two groups of layers, so two blocks for as many tokens: no more than one request may have.
         "offload-window": {
-            "model": window, "rounds": evicted,
+            "model": window,
+            "rounds": evicted,
             "llm": {**offload(100 * BLOCK), "max_model_len": 224, "num_gpu_blocks_override": 30},
         },
         # The first prompt alone has ten blocks.
@@ -87,10 +86,12 @@ def jobs() -> dict[str, dict[str, Any]]:
         "offload-evicted": {"model": llama, "rounds": evicted, "llm": offload(13 * BLOCK)},
         "offload-nothing": {"model": llama, "rounds": evicted, "llm": offload(BLOCK - 1)},
         "offload-broken": {
-            "model": llama, "rounds": evicted, "llm": offload(100 * BLOCK),
+            "model": llama,
+            "rounds": evicted,
+            "llm": offload(100 * BLOCK),
             "env": {"HAL_BACKEND": f"{BACKEND},kv_transfer=broken"},
         },
-    }  # fmt: skip
+    }
     if TWO:
         # One start of two processes for both questions.
         llm = {**offload(100 * BLOCK), "tensor_parallel_size": 2}
@@ -112,38 +113,22 @@ two_processes = pytest.mark.skipif(not TWO, reason="needs two CUDA devices")
 
 
 @functools.cache
-def started() -> subprocess.Popen[bytes]:
-    path = folder()
+def worker() -> workers.Worker:
     ops = '{"kv_transfer": Impl("broken_kernels:kv_transfer")}'
     broken = manifest("broken", ops=ops, lanes='{"device": ("cpu", "cuda")}')
-    Plugins(path).add("broken", broken, kernels=BROKEN)
-    (path / "jobs.json").write_text(json.dumps(list(jobs().values())))
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("HAL_") or k == "HAL_CACHE_DIR"},
-        **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_ENGINES": "vllm",
-        "VLLM_CACHE_ROOT": str(path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
-    with (path / "log.txt").open("w") as out:
-        found = subprocess.Popen(
-            [sys.executable, WORKER, path / "jobs.json", path / "results.json"], env=environment, stdout=out, stderr=out
-        )
-    atexit.register(found.kill)
-    return found
-
-
-@functools.cache
-def results() -> dict[str, Any]:
-    code = started().wait()
-    assert not code, (folder() / "log.txt").read_text()[-4000:]
-    return json.loads((folder() / "results.json").read_text())
+    Plugins(folder()).add("broken", broken, kernels=BROKEN)
+    environment = workers.environment(
+        **vllm_models.ENVIRONMENT,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HAL_ENGINES="vllm",
+        VLLM_CACHE_ROOT=str(folder() / "cache"),
+        PYTHONPATH=os.pathsep.join([str(folder()), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
+    return workers.Worker("vllm_worker.py", folder(), jobs(), environment)
 
 
 def result(job: str) -> dict[str, Any]:
-    """What came of a job that is to succeed."""
-    found = results()[job]
-    assert "error" not in found, found["traceback"] + (folder() / "log.txt").read_text()[-4000:]
-    return found
+    return worker().result(job)
 
 
 def tokens(job: str) -> list[list[list[int]]]:
@@ -161,7 +146,7 @@ def expected(model: str, given: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("job", RAN)
 def test_tokens_are_transformers(job: str) -> None:
-    started()  # it works while transformers does
+    worker()  # it works while transformers does
     given = jobs()[job]
     assert tokens(job) == expected(given["model"], json.dumps(given["rounds"]))
 
@@ -210,13 +195,13 @@ def test_a_full_host_pool_costs_the_prefix_alone(job: str) -> None:
 
 
 def test_a_host_pool_without_room_for_a_block_is_refused() -> None:
-    assert results()["offload-nothing"]["error"] == (
+    assert worker().outcome("offload-nothing")["error"] == (
         f"EngineError: hal: vllm's KV offloading on hal: cpu_bytes_to_use={BLOCK - 1} holds no chunk: one takes "
         f"{BLOCK} bytes, 1 blocks of all layers and processes"
     )
 
 
 def test_a_copy_that_breaks_ends_the_engine_with_its_reason() -> None:
-    assert results()["offload-broken"]["error"] == (
+    assert worker().outcome("offload-broken")["error"] == (
         "EngineError: hal: vllm's KV offloading on hal: job 0, 10 blocks to the host: the link broke"
     )

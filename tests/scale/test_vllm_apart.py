@@ -46,10 +46,15 @@ def prompts(model: str) -> list[list[int]]:
 @functools.cache
 def worker() -> served.Served:
     environment = {
-        **vllm_models.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu",
-        "VLLM_CACHE_ROOT": str(folder() / "cache"), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "HAL_TRACE": str(folder() / "calls.trace"), **served.UCX,
-    }  # fmt: skip
+        **vllm_models.ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HAL_ENGINES": "vllm",
+        "HAL_BACKEND": "cpu",
+        "VLLM_CACHE_ROOT": str(folder() / "cache"),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "HAL_TRACE": str(folder() / "calls.trace"),
+        **served.UCX,
+    }
     return served.Served("vllm_served.py", folder(), environment)
 
 

@@ -11,12 +11,19 @@ from typing import Any
 from scale import served
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "skip_tokenizer_init": True,
-    "enable_prefix_caching": False, "disable_log_stats": True, "seed": 0, "block_size": 16,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+    "seed": 0,
+    "block_size": 16,
     "num_gpu_blocks_override": 64,
     # In bytes, or vLLM asks the machine for nearly all its memory.
     "kv_cache_memory_bytes": 64 << 20,
-}  # fmt: skip
+}
 
 
 def make(settings: dict[str, Any]) -> Any:
@@ -38,11 +45,14 @@ def answer(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     kv = asked.get("kv") or [None] * len(asked["prompts"])
     params = [
         SamplingParams(
-            temperature=0, max_tokens=asked.get("new", 12), ignore_eos=True, detokenize=False,
+            temperature=0,
+            max_tokens=asked.get("new", 12),
+            ignore_eos=True,
+            detokenize=False,
             extra_args=None if one is None else {"kv_transfer_params": one},
         )
         for one in kv
-    ]  # fmt: skip
+    ]
     hal.trace(reset=True)
     outs = llm.generate([{"prompt_token_ids": p} for p in asked["prompts"]], params, use_tqdm=False)
     core = llm.llm_engine.engine_core.engine_core

@@ -20,15 +20,20 @@ class Case:
     flops: Callable[[dict[str, Any]], int] = lambda a: 0
 
 
-LISTS = (
-    "get_last_loc", "assign_extend_cache_locs", "write_req_to_token", "compute_positions", "build_kv_indices",
-    "build_kv_indices_from_blocks", "build_page_table", "alloc_extend", "alloc_decode", "kv_move", "kv_transfer",
-)  # fmt: skip
+LISTS = tuple(
+    """
+    get_last_loc assign_extend_cache_locs write_req_to_token compute_positions build_kv_indices
+    build_kv_indices_from_blocks build_page_table alloc_extend alloc_decode kv_move kv_transfer
+    """.split()
+)
 _LISTED = {
-    "build_kv_indices_from_blocks": "bs64-i32-page128", "build_page_table": "bs64-i32-page64",
-    "alloc_extend": "bs64-i64-page128", "alloc_decode": "bs256-i64", "kv_move": "mha-8x128-layer_first-page1",
+    "build_kv_indices_from_blocks": "bs64-i32-page128",
+    "build_page_table": "bs64-i32-page64",
+    "alloc_extend": "bs64-i64-page128",
+    "alloc_decode": "bs256-i64",
+    "kv_move": "mha-8x128-layer_first-page1",
     "kv_transfer": "mha-8x128-layer_first-page_first-page16",
-}  # fmt: skip
+}
 HEADS = {"llama-3-8b": (32, 8, 128), "qwen3-30b-a3b": (32, 4, 128)}
 MLA = {"deepseek-128-heads": 128, "deepseek-16-heads": 16}
 PAGE = 128
@@ -55,19 +60,27 @@ def cases() -> Iterator[Case]:
     for name, (q_heads, kv_heads, head_dim) in HEADS.items():
         kv = {"kv_heads": kv_heads, "head_dim": head_dim}
         heads = {**kv, "q_heads": q_heads}
-        yield of("kv_write", f"{name}-256", _shapes._written, **tokens, **kv)
+        yield of("kv_write", f"{name}-256", _shapes._bytes_of_write, **tokens, **kv)
         yield of("rope_kv_write", f"{name}-256", _shapes._rope, **tokens, **heads)
         if "qwen" in name:
-            yield of("qk_norm_rope_kv_write", f"{name}-256", _shapes._normed, **tokens, **heads)
-        yield of("decode_attention", f"{name}-8x2048", _shapes._attended, flops_of, **_decode(8, 2048), **heads)
-        yield of("extend_attention", f"{name}-256+1792", _shapes._attended, flops_of, **_extend(256, 1792), **heads)
+            yield of("qk_norm_rope_kv_write", f"{name}-256", _shapes._bytes_of_norm_rope, **tokens, **heads)
+        yield of(
+            "decode_attention", f"{name}-8x2048", _shapes._bytes_of_attention, flops_of, **_decode(8, 2048), **heads
+        )
+        yield of(
+            "extend_attention", f"{name}-256+1792", _shapes._bytes_of_attention, flops_of, **_extend(256, 1792), **heads
+        )
     rows = {**tokens, "lora_dim": 512, "rope_dim": 64}
-    yield of("mla_kv_write", "deepseek-256", _shapes._joined, **rows)
+    yield of("mla_kv_write", "deepseek-256", _shapes._bytes_of_mla_write, **rows)
     for name, q_heads in MLA.items():
-        yield of("mla_rope_kv_write", f"{name}-256", _shapes._joined, **rows, q_heads=q_heads, interleaved=True)
+        yield of(
+            "mla_rope_kv_write", f"{name}-256", _shapes._bytes_of_mla_write, **rows, q_heads=q_heads, interleaved=True
+        )
         mla = {"q_heads": q_heads, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
-        yield of("decode_attention", f"{name}-8x2048", _shapes._attended, flops_of, **_decode(8, 2048), **mla)
-        yield of("extend_attention", f"{name}-64+1984", _shapes._attended, flops_of, **_extend(64, 1984), **mla)
+        yield of("decode_attention", f"{name}-8x2048", _shapes._bytes_of_attention, flops_of, **_decode(8, 2048), **mla)
+        yield of(
+            "extend_attention", f"{name}-64+1984", _shapes._bytes_of_attention, flops_of, **_extend(64, 1984), **mla
+        )
 
 
 def _decode(bs: int, context: int) -> dict[str, Any]:

@@ -133,8 +133,10 @@ def _program(ttadapter: str, name: str) -> Any:
             text.write_text(source)
             ran = subprocess.run(
                 [compiler, "-O1", "-shared", "-fPIC", "-fwrapv", "-w", str(text), "-o", str(built)],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if ran.returncode:
                 raise HalError(
                     f"hal: bench: kernel {name}: its counting program does not compile:\n{ran.stderr[:2000]}"

@@ -17,19 +17,33 @@ COPIES = ("copies", "rows", "lines", "bytes")
 KINDS = ("in", "out", "in_loop", "out_loop")
 """Copies from and to global memory; those straight in a loop of a known count, which the compiler double-buffers."""
 
-FREE = {
-    "arith.constant", "arith.index_cast", "arith.index_castui", "arith.extsi", "arith.extui", "arith.trunci",
-    "memref.reinterpret_cast", "memref.subview", "memref.alloc", "tensor.empty", "bufferization.to_tensor",
-    "bufferization.alloc_tensor", "tensor.extract_slice", "tensor.collapse_shape", "tensor.expand_shape",
-    "tensor.reshape", "linalg.transpose", "memref.cast",
-}  # fmt: skip
+FREE = set(
+    """
+    arith.constant arith.index_cast arith.index_castui arith.extsi arith.extui arith.trunci memref.reinterpret_cast
+    memref.subview memref.alloc tensor.empty bufferization.to_tensor bufferization.alloc_tensor tensor.extract_slice
+    tensor.collapse_shape tensor.expand_shape tensor.reshape linalg.transpose memref.cast
+    """.split()
+)
 BINARY = {
-    "addi": "{0} + {1}", "subi": "{0} - {1}", "muli": "{0} * {1}", "andi": "{0} & {1}", "ori": "{0} | {1}",
-    "xori": "{0} ^ {1}", "divsi": "{1} ? {0} / {1} : 0", "remsi": "{1} ? {0} % {1} : 0",
-    "minsi": "{0} < {1} ? {0} : {1}", "maxsi": "{0} > {1} ? {0} : {1}", "shrsi": "{0} >> {1}",
-    "shrui": "(int64_t)((uint64_t)({0} & {mask}) >> {1})", "shli": "{0} << {1}", "addf": "{0} + {1}",
-    "subf": "{0} - {1}", "mulf": "{0} * {1}", "divf": "{0} / {1}", "maxnumf": "{0} > {1} ? {0} : {1}",
-}  # fmt: skip
+    "addi": "{0} + {1}",
+    "subi": "{0} - {1}",
+    "muli": "{0} * {1}",
+    "andi": "{0} & {1}",
+    "ori": "{0} | {1}",
+    "xori": "{0} ^ {1}",
+    "divsi": "{1} ? {0} / {1} : 0",
+    "remsi": "{1} ? {0} % {1} : 0",
+    "minsi": "{0} < {1} ? {0} : {1}",
+    "maxsi": "{0} > {1} ? {0} : {1}",
+    "shrsi": "{0} >> {1}",
+    "shrui": "(int64_t)((uint64_t)({0} & {mask}) >> {1})",
+    "shli": "{0} << {1}",
+    "addf": "{0} + {1}",
+    "subf": "{0} - {1}",
+    "mulf": "{0} * {1}",
+    "divf": "{0} / {1}",
+    "maxnumf": "{0} > {1} ? {0} : {1}",
+}
 COMPARE = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
 UNSIGNED = {"ult": "<", "ule": "<=", "ugt": ">", "uge": ">="}
 SLOW = {"math.exp", "math.log", "math.sqrt", "arith.divf", "arith.divsi", "arith.remsi"}

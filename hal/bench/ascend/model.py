@@ -93,11 +93,19 @@ def estimate(case: Case, machine: Machine, args: dict[str, Any] | None = None) -
     time, (_, cores, bound) = sum(t for t, _, _ in found), max(found)
     floor = max(case.needed(args) / machine.bandwidth, case.flops(args) / machine.flops)
     return {
-        "op": case.op, "shape": case.name, "machine": machine.name, "cores": cores, "launches": len(found),
-        "bytes": sum(c.bytes for c in launches), "bytes_needed": case.needed(args), "flops": case.flops(args),
-        "floor_us": round(floor * 1e6, 4), "estimate_us": round(time * 1e6, 2), "ratio": round(time / floor, 1),
+        "op": case.op,
+        "shape": case.name,
+        "machine": machine.name,
+        "cores": cores,
+        "launches": len(found),
+        "bytes": sum(c.bytes for c in launches),
+        "bytes_needed": case.needed(args),
+        "flops": case.flops(args),
+        "floor_us": round(floor * 1e6, 4),
+        "estimate_us": round(time * 1e6, 2),
+        "ratio": round(time / floor, 1),
         "bound": bound,
-    }  # fmt: skip
+    }
 
 
 def rows(names: Sequence[str] = ()) -> list[Row]:

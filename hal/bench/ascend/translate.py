@@ -28,7 +28,7 @@ from hal.bench.ascend.ir import (
     elements,
     mask_of,
     types_of,
-)  # fmt: skip
+)
 
 
 def program(ttadapter: str, name: str) -> str:
@@ -210,9 +210,13 @@ class _Translation(Emitter):
         else:
             terms = [f"{o} * {s}" for o, s in zip(lists[0], base.strides, strict=False)]
             self.memory[result] = Memory(
-                base.item, base.argument, " + ".join([base.offset, *terms]), lists[1],
-                [f"{a} * {b}" for a, b in zip(base.strides, lists[2], strict=False)], root=base.root,
-            )  # fmt: skip
+                base.item,
+                base.argument,
+                " + ".join([base.offset, *terms]),
+                lists[1],
+                [f"{a} * {b}" for a, b in zip(base.strides, lists[2], strict=False)],
+                root=base.root,
+            )
 
     def _load(self, result: str, used: list[str], line: str) -> None:
         source = self.memory[used[0]]

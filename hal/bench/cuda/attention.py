@@ -41,9 +41,12 @@ BEYOND = (
 )
 """Heads, the cache's dtype, bs, keys each: decode over fp8, and with eight query heads a group."""
 HOPPER = (
-    ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)), ((64, 8, 64, 64), *EXTEND[::2]),
-    ((16, 8, 256, 256), *EXTEND[::2]), ((128, 128, 192, 128), (1, 2048, 0)), ((28, 4, 128, 128), EXTEND[1]),
-)  # fmt: skip
+    ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)),
+    ((64, 8, 64, 64), *EXTEND[::2]),
+    ((16, 8, 256, 256), *EXTEND[::2]),
+    ((128, 128, 192, 128), (1, 2048, 0)),
+    ((28, 4, 128, 128), EXTEND[1]),
+)
 """Query heads, key/value heads, head_dim, v_head_dim; then as EXTEND."""
 
 
@@ -91,8 +94,16 @@ class Inputs:
         lengths = (self.kv_indptr,) if decode else (self.qo_indptr, self.kv_indptr)
         return partial(
             launcher("cuda", "decode_attention" if decode else "extend_attention"),
-            self.q, self.k_cache, self.v_cache, *lengths, self.slots, self.out, self.lse, scale=self.scale, **more,
-        )  # fmt: skip
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            *lengths,
+            self.slots,
+            self.out,
+            self.lse,
+            scale=self.scale,
+            **more,
+        )
 
     def peers(self) -> dict[str, Callable[[], Tensor]]:
         found = {"fa3": self.fa3(), **self.flashinfer(), "sdpa contiguous": self.sdpa()}
@@ -106,9 +117,14 @@ class Inputs:
 
         def call() -> Tensor:
             found = fn(
-                q, self.k_cache, self.v_cache, cache_seqlens=self.lens, page_table=self.table,
-                softmax_scale=self.scale, causal=True,
-            )  # fmt: skip
+                q,
+                self.k_cache,
+                self.v_cache,
+                cache_seqlens=self.lens,
+                page_table=self.table,
+                softmax_scale=self.scale,
+                causal=True,
+            )
             result: Tensor = found[0] if isinstance(found, tuple) else found
             return result.view(self.q.shape)
 
@@ -223,12 +239,21 @@ def _attention_row(
     per_graph = max(2, min(48, int(2e5 / max(1.0, bs * keys / 200 + work / 1e4))))
     row = time_row(
         {
-            "op": op, "heads": "/".join(map(str, heads)), "cache": str(cache).removeprefix("torch."), "bs": bs,
-            "new": new, "keys": keys,
+            "op": op,
+            "heads": "/".join(map(str, heads)),
+            "cache": str(cache).removeprefix("torch."),
+            "bs": bs,
+            "new": new,
+            "keys": keys,
         },
         {n: partial(_in_turn, fns) for n, fns in impls.items()},
-        len(sets), check, per_graph=per_graph, rounds=rounds, host=300 if bs * keys <= 1 << 16 else 0, host_of=(OURS,),
-    )  # fmt: skip
+        len(sets),
+        check,
+        per_graph=per_graph,
+        rounds=rounds,
+        host=300 if bs * keys <= 1 << 16 else 0,
+        host_of=(OURS,),
+    )
     row["headroom"] = room
     if us := row.get("device_us", {}).get(OURS):
         q_heads, kv_heads, dim = heads
@@ -248,11 +273,18 @@ def decode_attention(quick: bool = False) -> list[Row]:
     cases += [] if quick else [(*case, None) for case in BEYOND]
     return table_of(
         partial(
-            _attention_row, op="decode_attention", bs=bs, new=1, keys=keys, rounds=3 if quick else 25, target=target,
-            heads=heads, cache=cache,
+            _attention_row,
+            op="decode_attention",
+            bs=bs,
+            new=1,
+            keys=keys,
+            rounds=3 if quick else 25,
+            target=target,
+            heads=heads,
+            cache=cache,
         )
         for heads, cache, bs, keys, target in cases
-    )  # fmt: skip
+    )
 
 
 def extend_attention(quick: bool = False) -> list[Row]:
@@ -274,8 +306,13 @@ def _hopper_row(op: str, heads: tuple[int, int, int, int], bs: int, new: int, ke
 
     row = time_row(
         {"op": op, "heads": heads, "bs": bs, "new": new, "keys": keys},
-        {n: partial(_in_turn, [call]) for n, call in calls.items()}, 1, check, per_graph=4, rounds=rounds, host=0,
-    )  # fmt: skip
+        {n: partial(_in_turn, [call]) for n, call in calls.items()},
+        1,
+        check,
+        per_graph=4,
+        rounds=rounds,
+        host=0,
+    )
     row["headroom"] = room
     if len(times := row.get("device_us", {})) == 2:
         work = 4 * bs * new * (keys - (new - 1) / 2) * heads[0] * (heads[2] + heads[3]) / 2
@@ -289,11 +326,10 @@ def extend_attention_hopper(quick: bool = False) -> list[Row]:
     cases = [(heads, *case) for heads, *several in HOPPER for case in several]
     return table_of(
         partial(
-            _hopper_row, op="extend_attention", heads=heads, bs=bs, new=new, keys=new + prefix,
-            rounds=3 if quick else 9,
+            _hopper_row, op="extend_attention", heads=heads, bs=bs, new=new, keys=new + prefix, rounds=3 if quick else 9
         )
         for heads, bs, new, prefix in (cases[:1] if quick else cases)
-    )  # fmt: skip
+    )
 
 
 TABLES: dict[str, Callable[[bool], list[Row]]] = {

@@ -39,10 +39,25 @@ CACHED = 1 << 28
 
 @launch.jit(
     do_not_specialize=(
-        "kv_indptr", "table", "part", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "out_row",
-        "out_head", "pages", "row", "nnz", "bs", "programs", "scale",
+        "kv_indptr",
+        "table",
+        "part",
+        "part_lse",
+        "q_row",
+        "q_head",
+        "kc_page",
+        "kc_token",
+        "kc_head",
+        "out_row",
+        "out_head",
+        "pages",
+        "row",
+        "nnz",
+        "bs",
+        "programs",
+        "scale",
     )
-)  # fmt: skip
+)
 def decode_by_blocks_kernel(
     q, k_cache, v_cache, kv_indptr, table, out, part, part_lse,
     q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64, out_row: tl.int64,
@@ -107,9 +122,17 @@ def decode_by_blocks_kernel(
 
 
 def decode_by_blocks(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, slots: Tensor, table: Tensor, out: Tensor, *,
-    scale: float, by_page: bool,
-) -> Callable[[], Tensor]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    by_page: bool,
+) -> Callable[[], Tensor]:
     """A call of the kernel above in place of decode_attention's, whose tiles, scratch and merge it has.
 
     Caches are ``[pages, page_size, heads, D]``, lie alike, and D is a power of 2.
@@ -121,9 +144,12 @@ def decode_by_blocks(
     mine = decode_by_blocks_kernel.bind(**static, PAGE=k_cache.shape[1], BY_PAGE=by_page)
     strides = (s // static["UNIT"] for s in k_cache.stride()[:3])
     given = {
-        **run.named, **dict(zip(("kc_page", "kc_token", "kc_head"), strides, strict=True)), "table": table,
-        "pages": k_cache.shape[0], "row": table.stride(0),
-    }  # fmt: skip
+        **run.named,
+        **dict(zip(("kc_page", "kc_token", "kc_head"), strides, strict=True)),
+        "table": table,
+        "pages": k_cache.shape[0],
+        "row": table.stride(0),
+    }
     args, merged = [given[p.name] for p in mine.args], [(merge.bind(), merge) for merge in merges]
 
     def call() -> Tensor:
@@ -189,9 +215,14 @@ def _decode(op: str, bs: int, keys: int, rounds: int) -> Row:
         torch.testing.assert_close(call(), want, rtol=1e-2, atol=1e-2)
 
     row = time_row(
-        {"op": op, "bs": bs, "keys": keys}, impls, len(x.layers), check,
-        per_graph=8 if bs * keys > 1 << 17 else 32, rounds=rounds, host=0,
-    )  # fmt: skip
+        {"op": op, "bs": bs, "keys": keys},
+        impls,
+        len(x.layers),
+        check,
+        per_graph=8 if bs * keys > 1 << 17 else 32,
+        rounds=rounds,
+        host=0,
+    )
     if "failed" not in row:
         steps = {n: LAYERS * us for n, us in row["device_us"].items() if n != "listing"}
         steps["slots"] += row["device_us"]["listing"]

@@ -64,11 +64,15 @@ def _assign_extend_cache_locs(op: str, kind: str, bs: int) -> Row:
             lengths = _host.ones(bs, dtype=torch.int64)
             lengths[bs // 2] = width - 192
         start = (_host.rand(bs) * (width - lengths).clamp(min=0)).long()
-        sets.append({
-            "req_to_token": table, "req_pool_indices": inputs.integers(0, rows, bs),
-            "start_offsets": start.to(inputs.DEVICE), "end_offsets": (start + lengths).to(inputs.DEVICE),
-            "out": torch.full((int(lengths.sum()),), -7, dtype=torch.int64, device=inputs.DEVICE),
-        })  # fmt: skip
+        sets.append(
+            {
+                "req_to_token": table,
+                "req_pool_indices": inputs.integers(0, rows, bs),
+                "start_offsets": start.to(inputs.DEVICE),
+                "end_offsets": (start + lengths).to(inputs.DEVICE),
+                "out": torch.full((int(lengths.sum()),), -7, dtype=torch.int64, device=inputs.DEVICE),
+            }
+        )
     builds: dict[str, Build] = {OURS: ours(op)}
     if theirs := peers.sglang("ops.speculative.cache_locs"):
 
@@ -119,9 +123,12 @@ def _batch(op: str, bs: int, table: Tensor) -> Args:
         return {"prefix_lens": prefix, "seq_lens": seq, "out": flat}
     if op == "write_req_to_token":
         return {
-            "req_to_token": table, "req_pool_indices": requests, "start_offsets": zero, "end_offsets": seq - prefix,
+            "req_to_token": table,
+            "req_pool_indices": requests,
+            "start_offsets": zero,
+            "end_offsets": seq - prefix,
             "src": torch.randint_like(flat, 1 << 20),
-        }  # fmt: skip
+        }
     if op == "build_page_table":
         out = torch.zeros(bs, 1024 // PAGE, dtype=torch.int32, device=inputs.DEVICE)
         return {"req_to_token": table, "req_pool_indices": requests, "kv_lens": keys, "page_size": PAGE, "out": out}
@@ -129,14 +136,23 @@ def _batch(op: str, bs: int, table: Tensor) -> Args:
         indptr = torch.zeros(bs + 1, dtype=torch.int32, device=inputs.DEVICE)
         indptr[1:] = keys.cumsum(0)
         return {
-            "req_to_token": table, "req_pool_indices": requests, "kv_lens": keys, "kv_indptr": indptr,
+            "req_to_token": table,
+            "req_pool_indices": requests,
+            "kv_lens": keys,
+            "kv_indptr": indptr,
             "out": torch.zeros(int(keys.sum()), dtype=torch.int32, device=inputs.DEVICE),
-        }  # fmt: skip
+        }
     last = inputs.integers(0, 1 << 16, bs) * PAGE + (prefix - 1) % PAGE
     free = inputs.slots(FREE, FREE)
     if op == "alloc_extend":
-        return {"prefix_lens": prefix, "seq_lens": seq, "last_loc": last, "free_pages": free, "page_size": PAGE,
-                "out": flat}  # fmt: skip
+        return {
+            "prefix_lens": prefix,
+            "seq_lens": seq,
+            "last_loc": last,
+            "free_pages": free,
+            "page_size": PAGE,
+            "out": flat,
+        }
     return {"seq_lens": prefix + 1, "last_loc": last, "free_pages": free, "page_size": PAGE, "out": zero}
 
 
@@ -198,9 +214,13 @@ def _around_a_batch(op: str, bs: int) -> Row:
     if op == "build_kv_indices":
         theirs["hal, kv_indptr given"] = lambda a: ours(op)({**a, "kv_indptr": None, "given_indptr": a["kv_indptr"]})
     return op_row(
-        {"op": op, "bs": bs}, sets, {OURS: ours(op), **theirs}, outputs=() if op == "write_req_to_token" else ("out",),
-        per_graph=48 if bs <= 256 else 24, host=200,
-    )  # fmt: skip
+        {"op": op, "bs": bs},
+        sets,
+        {OURS: ours(op), **theirs},
+        outputs=() if op == "write_req_to_token" else ("out",),
+        per_graph=48 if bs <= 256 else 24,
+        host=200,
+    )
 
 
 def around_a_batch(op: str, quick: bool = False) -> list[Row]:
@@ -249,11 +269,15 @@ def _from_blocks(op: str, bs: int, keys: int) -> Row:
     for _ in range(4):
         table = torch.randint(0, 1 << 17, (bs, -(-keys // PAGE)), dtype=torch.int32, device=inputs.DEVICE)
         lens = inputs.integers(keys // 2, keys + 1, bs, torch.int32)
-        sets.append({
-            "block_table": table, "kv_lens": lens, "page_size": PAGE,
-            "kv_indptr": torch.zeros(bs + 1, dtype=torch.int32, device=inputs.DEVICE),
-            "out": torch.full((int(lens.sum()),), -7, dtype=torch.int32, device=inputs.DEVICE),
-        })  # fmt: skip
+        sets.append(
+            {
+                "block_table": table,
+                "kv_lens": lens,
+                "page_size": PAGE,
+                "kv_indptr": torch.zeros(bs + 1, dtype=torch.int32, device=inputs.DEVICE),
+                "out": torch.full((int(lens.sum()),), -7, dtype=torch.int32, device=inputs.DEVICE),
+            }
+        )
     builds: dict[str, Build] = {
         OURS: ours(op),
         "cumsum and a program a request": positional(plain),

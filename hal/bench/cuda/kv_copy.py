@@ -95,7 +95,7 @@ def _sglang_transfer(device: Any, host: Any, gs: Tensor, gd: Tensor, direction: 
     pointers = {
         pool: [torch.tensor(p.bases, dtype=torch.uint64, device=inputs.DEVICE) for p in pool.planes()]
         for pool in (device, host)
-    }  # fmt: skip
+    }
     stride = {pool: pool.planes()[0].token_stride for pool in (device, host)}
     a, b = (device, host) if direction == "d2h" else (host, device)
     size = device.planes()[0].row_bytes

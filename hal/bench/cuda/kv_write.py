@@ -76,11 +76,15 @@ def _kv_write(op: str, tokens: int, cache: str) -> Row:
     scales = {} if cache == "bf16" else {"k_scale": 0.5, "v_scale": 0.25}
     sets: list[Args] = [
         {
-            "k": inputs.randn(tokens, heads, dim), "v": inputs.randn(tokens, heads, dim), "k_cache": k_cache,
-            "v_cache": v_cache, "slots": inputs.slots(tokens, k_cache.shape[0]), **scales,
+            "k": inputs.randn(tokens, heads, dim),
+            "v": inputs.randn(tokens, heads, dim),
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "slots": inputs.slots(tokens, k_cache.shape[0]),
+            **scales,
         }
         for _ in range(inputs.count_sets(read))
-    ]  # fmt: skip
+    ]
     names = ("k", "v", "k_cache", "v_cache", "slots", *scales)
     by_torch = _put if cache == "bf16" else _put_fp8
     builds: dict[str, Build] = {
@@ -122,11 +126,13 @@ def _mla_kv_write(op: str, tokens: int) -> Row:
     nbytes = 2 * tokens * (lora + dim) * 2
     sets: list[Args] = [
         {
-            "kv_lora": inputs.randn(tokens, lora), "k_rope": inputs.randn(tokens, dim), "kv_cache": cache,
+            "kv_lora": inputs.randn(tokens, lora),
+            "k_rope": inputs.randn(tokens, dim),
+            "kv_cache": cache,
             "slots": inputs.slots(tokens, cache.shape[0]),
         }
         for _ in range(inputs.count_sets(nbytes // 2))
-    ]  # fmt: skip
+    ]
     names = tuple(sets[0])
     builds: dict[str, Build] = {
         OURS: ours(op),

@@ -35,9 +35,7 @@ def launcher(quick: bool = False) -> list[Row]:
         compiled = kernel.jit[(1,)](*args, BLOCK=128, num_warps=4)
         stream = torch.cuda.current_stream().cuda_stream
         pointers = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        head = (
-            stream, compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None,
-        )  # fmt: skip
+        head = (stream, compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None)
         calls: dict[str, Callable[[int], Any]] = {
             "triton": lambda i, k=kernel, a=args: k.jit[(1,)](*a, BLOCK=128, num_warps=4),
             OURS: lambda i, b=bound, a=args: b.start((1, 1, 1), *a),

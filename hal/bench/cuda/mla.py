@@ -23,9 +23,15 @@ PAGE = 64
 LEAST_PAGES = 4096
 """Of a pool."""
 POINTS = (
-    (128, 1, 4096), (128, 1, 32768), (128, 16, 4096), (128, 64, 4096), (128, 128, 2048), (16, 1, 4096), (16, 16, 4096),
+    (128, 1, 4096),
+    (128, 1, 32768),
+    (128, 16, 4096),
+    (128, 64, 4096),
+    (128, 128, 2048),
+    (16, 1, 4096),
+    (16, 16, 4096),
     (16, 64, 4096),
-)  # fmt: skip
+)
 """(query heads, bs, keys each)."""
 COPY = 4.25e6
 """Bytes a microsecond that a device-to-device copy moves on an H200."""
@@ -84,9 +90,19 @@ class Inputs:
                 scratch = torch.empty(128 << 20, device=inputs.DEVICE, dtype=torch.uint8)
                 wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=backend)
                 wrapper.plan(
-                    starts, starts * pages, table.reshape(-1), lens, self.heads, 512, 64, PAGE, False, self.scale,
-                    torch.bfloat16, torch.bfloat16,
-                )  # fmt: skip
+                    starts,
+                    starts * pages,
+                    table.reshape(-1),
+                    lens,
+                    self.heads,
+                    512,
+                    64,
+                    PAGE,
+                    False,
+                    self.scale,
+                    torch.bfloat16,
+                    torch.bfloat16,
+                )
                 wrappers.append(wrapper)
             made[f"flashinfer {backend}"] = (
                 lambda i, w=wrappers: w[i].run(  # type: ignore[misc]
@@ -117,9 +133,14 @@ def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) ->
 
     row = time_row(
         {"op": op, "rows": rows, "heads": heads, "bs": bs, "keys": keys},
-        {name: partial(lambda call: call, call) for name, call in calls.items()}, len(x.tables), check,
-        per_graph=24 if bs * keys > 100_000 else 48, rounds=rounds, host=120, host_of=(OURS,),
-    )  # fmt: skip
+        {name: partial(lambda call: call, call) for name, call in calls.items()},
+        len(x.tables),
+        check,
+        per_graph=24 if bs * keys > 100_000 else 48,
+        rounds=rounds,
+        host=120,
+        host_of=(OURS,),
+    )
     if us := row.get("device_us", {}).get(OURS):
         row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
     row["least_us"] = {"bytes": bs * keys * 1152 / COPY, "flops": 2 * bs * keys * heads * 1088 / PRODUCTS}

@@ -35,12 +35,17 @@ def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- rope_kv_write ----------------------------------------------------------------------------------
 
 SHAPES = {
-    "llama3-8b": (32, 8, 128), "llama3-70b-tp8": (8, 1, 128), "llama3-70b": (64, 8, 128), "qwen3-30b-a3b": (32, 4, 128),
-}  # fmt: skip
+    "llama3-8b": (32, 8, 128),
+    "llama3-70b-tp8": (8, 1, 128),
+    "llama3-70b": (64, 8, 128),
+    "qwen3-30b-a3b": (32, 4, 128),
+}
 TOKENS = {
-    "llama3-8b": (1, 8, 32, 128, 512, 2048, 8192), "llama3-70b-tp8": (1, 32, 512, 8192),
-    "llama3-70b": (1, 32, 512), "qwen3-30b-a3b": (1, 32, 512, 4096),
-}  # fmt: skip
+    "llama3-8b": (1, 8, 32, 128, 512, 2048, 8192),
+    "llama3-70b-tp8": (1, 32, 512, 8192),
+    "llama3-70b": (1, 32, 512),
+    "qwen3-30b-a3b": (1, 32, 512, 4096),
+}
 TOKENS_E4M3 = {"llama3-8b": (1, 32, 512, 4096)}
 
 
@@ -53,13 +58,18 @@ def rope_sets(tokens: int, model: str, cache_dtype: str = "bf16") -> list[Args]:
     scales = {} if cache_dtype == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
     return [
         {
-            "q": inputs.randn(tokens, q_heads, dim), "k": inputs.randn(tokens, heads, dim),
-            "v": inputs.randn(tokens, heads, dim), "cos_sin_cache": cos_sin,
-            "positions": inputs.integers(0, cos_sin.shape[0], tokens), "k_cache": k_cache, "v_cache": v_cache,
-            "slots": inputs.slots(tokens, k_cache.shape[0]), **scales,
+            "q": inputs.randn(tokens, q_heads, dim),
+            "k": inputs.randn(tokens, heads, dim),
+            "v": inputs.randn(tokens, heads, dim),
+            "cos_sin_cache": cos_sin,
+            "positions": inputs.integers(0, cos_sin.shape[0], tokens),
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "slots": inputs.slots(tokens, k_cache.shape[0]),
+            **scales,
         }
         for _ in range(inputs.count_sets(tokens * (q_heads + 2 * heads) * dim * 2))
-    ]  # fmt: skip
+    ]
 
 
 @cache
@@ -106,9 +116,17 @@ _EPS = 1e-6
 
 
 def _norm_and_put(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin: Tensor, positions: Tensor,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> None:
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     for x, weight in ((q, q_weight), (k, k_weight)):
         x.copy_(_halves(rms_norm(x, x.shape[-1:], weight, _EPS), cos, sin))
@@ -156,11 +174,21 @@ def _qk_norm_rope_kv_write(op: str, tokens: int) -> Row:
     for _ in range(inputs.count_sets(row * (q_heads + 2 * heads))):
         qkv = inputs.randn(tokens, (q_heads + 2 * heads) * dim)
         q, k, v = (x.view(tokens, -1, dim) for x in qkv.split([q_heads * dim, heads * dim, heads * dim], -1))
-        sets.append({
-            "q": q, "k": k, "v": v, "q_weight": q_weight, "k_weight": k_weight, "cos_sin_cache": cos_sin,
-            "positions": inputs.integers(0, cos_sin.shape[0], tokens),
-            "k_cache": k_cache, "v_cache": v_cache, "slots": inputs.slots(tokens, k_cache.shape[0]), "qkv": qkv,
-        })  # fmt: skip
+        sets.append(
+            {
+                "q": q,
+                "k": k,
+                "v": v,
+                "q_weight": q_weight,
+                "k_weight": k_weight,
+                "cos_sin_cache": cos_sin,
+                "positions": inputs.integers(0, cos_sin.shape[0], tokens),
+                "k_cache": k_cache,
+                "v_cache": v_cache,
+                "slots": inputs.slots(tokens, k_cache.shape[0]),
+                "qkv": qkv,
+            }
+        )
     builds: dict[str, Build] = {
         OURS: ours(op),
         "rms_norm, then hal rope_kv_write": _norm_then_rope,
@@ -184,9 +212,8 @@ _MLA = ("q_rope", "k_rope", "kv_lora", "cos_sin_cache", "positions", "kv_cache",
 
 
 def _rotate_and_put(
-    q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin: Tensor, positions: Tensor, kv_cache: Tensor,
-    slots: Tensor,
-) -> None:  # fmt: skip
+    q_rope: Tensor, k_rope: Tensor, kv_lora: Tensor, cos_sin: Tensor, positions: Tensor, kv_cache: Tensor, slots: Tensor
+) -> None:
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     q_rope.copy_(_pairs(q_rope, cos.unsqueeze(1), sin.unsqueeze(1)))
     k_rope.copy_(_pairs(k_rope, cos, sin))
@@ -222,13 +249,17 @@ def _mla_rope_kv_write(op: str, tokens: int) -> Row:
     read = tokens * (heads * dim + dim + lora) * 2
     sets: list[Args] = [
         {
-            "q_rope": inputs.randn(tokens, heads, dim), "k_rope": inputs.randn(tokens, dim),
-            "kv_lora": inputs.randn(tokens, lora), "cos_sin_cache": cos_sin,
+            "q_rope": inputs.randn(tokens, heads, dim),
+            "k_rope": inputs.randn(tokens, dim),
+            "kv_lora": inputs.randn(tokens, lora),
+            "cos_sin_cache": cos_sin,
             "positions": inputs.integers(0, cos_sin.shape[0], tokens),
-            "kv_cache": cache, "slots": inputs.slots(tokens, cache.shape[0]), "interleaved": True,
+            "kv_cache": cache,
+            "slots": inputs.slots(tokens, cache.shape[0]),
+            "interleaved": True,
         }
         for _ in range(inputs.count_sets(read))
-    ]  # fmt: skip
+    ]
     builds: dict[str, Build] = {
         OURS: ours(op),
         "hal rope, then index_put": _rope_then_put,

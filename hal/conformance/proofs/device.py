@@ -27,7 +27,7 @@ def _needs_streams(run: Run) -> None:
         raise Skip(NOT_APPLICABLE, f"lane {run.caller.lane} on a CPU has no streams")
 
 
-def _chosen(run: Run) -> list[Sample]:
+def _choose_samples(run: Run) -> list[Sample]:
     """Three samples of different shapes, none that asks for slots on the CPU."""
     on_device = [s for s in run.busy if s.params.get("method") != "direct"]
     return [on_device[0], on_device[len(on_device) // 2], on_device[-1]]
@@ -52,7 +52,7 @@ def stream(run: Run) -> None:
     """The inputs arrive late, on a side stream, and the result is read there: right only if the op runs
     on that stream, wherever else it may have been launched."""
     _needs_streams(run)
-    for sample in _chosen(run):
+    for sample in _choose_samples(run):
         arguments, wants = _ready(run, sample)
         placed = run.place(arguments, POISONS[1])
         _judge(run, wants, placed, run.do("stream", placed, spin_ms=SPIN_MS), "on a side stream")
@@ -61,7 +61,7 @@ def stream(run: Run) -> None:
 def sync(run: Run) -> None:
     """A call that waits for the device returns only when the spinning kernel ahead of it has ended."""
     _needs_streams(run)
-    for sample in _chosen(run):
+    for sample in _choose_samples(run):
         arguments, wants = _ready(run, sample)
         placed = run.place(arguments, POISONS[1])
         said = run.do("sync", placed, spin_ms=SPIN_MS)
@@ -78,7 +78,7 @@ def sync(run: Run) -> None:
 def graph(run: Run) -> None:
     """One capture, four replays: with the values that were captured, then each with new ones in the same tensors."""
     _needs_streams(run)
-    for sample in _chosen(run):
+    for sample in _choose_samples(run):
         arguments, _ = _ready(run, sample)
         placed = run.place(arguments, POISONS[1])
         turns = []
@@ -110,7 +110,7 @@ def overlap(run: Run) -> None:
     all that the consumer waits for.
     """
     _needs_streams(run)
-    for sample in _chosen(run):
+    for sample in _choose_samples(run):
         arguments, wants = _ready(run, sample)
         turns = [run.place(arguments, POISONS[1]) for _ in range(6)]
         said = run.do("overlap", *turns)
@@ -123,7 +123,7 @@ def overlap(run: Run) -> None:
 def memory(run: Run) -> None:
     """After a call the device holds its result and nothing else."""
     _needs_streams(run)
-    for sample in _chosen(run):
+    for sample in _choose_samples(run):
         arguments, _ = _ready(run, sample)
         said = run.do("memory", run.place(arguments, POISONS[1]))
         if said["held"] > said["allowed"]:
@@ -135,5 +135,9 @@ def memory(run: Run) -> None:
 
 
 PROOFS: dict[str, Callable[[Run], None]] = {
-    "stream": stream, "sync": sync, "graph": graph, "overlap": overlap, "memory": memory,
-}  # fmt: skip
+    "stream": stream,
+    "sync": sync,
+    "graph": graph,
+    "overlap": overlap,
+    "memory": memory,
+}

@@ -72,7 +72,7 @@ def prove(run: Run) -> None:
             made = three(run, base, names, dtype, turn % 2, pair, other, turn)
             ways = WAYS[:1] if run.slow else WAYS
             asked = {**made, **plain(run.spec, turn)}
-            if turn % 2 and numbered and allowed(run.spec, asked):
+            if turn % 2 and numbered and is_allowed(run.spec, asked):
                 try:
                     call(run, asked, names, ways, numbered)
                     continue
@@ -111,7 +111,7 @@ def subjects(run: Run, base: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str
     Where the entries of a batch have nothing to do with one another, all index tensors are as long as it is, and a pair
     that stands beside others is as good as alone.
     """
-    made = sized(run, base, SIZE)
+    made = make_sized(run, base, SIZE)
     there = [n for n in index_arguments(run.spec) if isinstance(made[n], Tensor)]
     ragged = len({t.shape for t in made.values() if isinstance(t, Tensor) and t.ndim == 1 and t.dtype in INDEX}) > 1
     for dtype in VALUES:
@@ -122,7 +122,7 @@ def subjects(run: Run, base: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str
             yield (there[0], there[0]), dtype, False
 
 
-def sized(run: Run, base: Mapping[str, Any], size: int, seed: int = 0) -> dict[str, Any]:
+def make_sized(run: Run, base: Mapping[str, Any], size: int, seed: int = 0) -> dict[str, Any]:
     """Arguments as the op makes them. What lies in slots that are not listed is a number here: now they may be."""
     made = run.make(**{**base, **dict.fromkeys(first_size(run.spec), size), "seed": seed})
     for t in made.values():
@@ -135,7 +135,7 @@ def batch(
     run: Run, base: Mapping[str, Any], names: tuple[str, str], dtype: torch.dtype, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
     """Arguments with all pairs in one call, as many as fit."""
-    made = sized(run, base, len(pairs))
+    made = make_sized(run, base, len(pairs))
     a, b = names
     if a == b:
         return {**made, a: fill(made[a], dtype, enumerate(itertools.chain(*pairs)))}
@@ -151,11 +151,17 @@ def backwards(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def three(
-    run: Run, base: Mapping[str, Any], names: tuple[str, str], dtype: torch.dtype, at: int, pair: tuple[int, int],
-    other: tuple[int, int], turn: int,
-) -> dict[str, Any]:  # fmt: skip
+    run: Run,
+    base: Mapping[str, Any],
+    names: tuple[str, str],
+    dtype: torch.dtype,
+    at: int,
+    pair: tuple[int, int],
+    other: tuple[int, int],
+    turn: int,
+) -> dict[str, Any]:
     """Arguments of a batch of three with `pair` in place `at`, and `other` in the last."""
-    made = sized(run, base, SIZE, seed=turn)
+    made = make_sized(run, base, SIZE, seed=turn)
     a, b = names
     if a == b:
         made[a] = fill(made[a], dtype, [(at, pair[0]), (at + 1, pair[1]), (at + 2, other[1])])
@@ -171,7 +177,7 @@ def plain(spec: OpSpec, turn: int) -> dict[str, int]:
     return dict.fromkeys(numbers, PLAIN[turn // 2 % len(PLAIN)])
 
 
-def allowed(spec: OpSpec, made: Mapping[str, Any]) -> bool:
+def is_allowed(spec: OpSpec, made: Mapping[str, Any]) -> bool:
     """Does the contract take such arguments? Of a number some take an int64 alone."""
     try:
         spec.check_call(made)

@@ -64,8 +64,10 @@ def plan(specs: Mapping[str, OpSpec], lane: str) -> dict[str, Any]:
         "reach": {
             op: {name: reach(s, name, lane) for name in s.fresh.wide} for op, s in specs.items() if s.fresh is not None
         },
-        "elements_of_pairs": MOST[kind], "pairs": "all" if kind == "device" else PAIRS_OF[kind], "mixed": MIXES[kind],
-    }  # fmt: skip
+        "elements_of_pairs": MOST[kind],
+        "pairs": "all" if kind == "device" else PAIRS_OF[kind],
+        "mixed": MIXES[kind],
+    }
 
 
 def is_range(r: Any) -> bool:
@@ -147,7 +149,7 @@ def fresh(run: Run) -> None:
                 refused = str(e)
                 continue
             except Failure as e:
-                raise Failure(f"beyond the samples, {what} wide ({shown(params)}): {e}") from None
+                raise Failure(f"beyond the samples, {what} wide ({show_params(params)}): {e}") from None
             if not names_nothing(wants):
                 break
         else:
@@ -156,5 +158,5 @@ def fresh(run: Run) -> None:
             raise TypeError(f"{run.op}: {what}: none of {TRIES} draws asks for anything")
 
 
-def shown(params: Mapping[str, Any]) -> str:
+def show_params(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v!r}" for k, v in params.items())

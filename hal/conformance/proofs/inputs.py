@@ -39,7 +39,7 @@ def defaults(run: Run) -> None:
                 raise Failure(f"{sample.name}, under a {what}: {e}") from None
 
 
-def emptied(spec: OpSpec, arguments: Mapping[str, Any], dim: str) -> dict[str, Any]:
+def empty_dim(spec: OpSpec, arguments: Mapping[str, Any], dim: str) -> dict[str, Any]:
     """The arguments with size 0 for one dim; what has one more than it keeps one."""
     out = dict(arguments)
     for name, arg in spec.args.items():
@@ -55,7 +55,7 @@ def emptied(spec: OpSpec, arguments: Mapping[str, Any], dim: str) -> dict[str, A
 def empty(run: Run) -> None:
     """Each size of each tensor is 0 in turn: the op does what the contract says of it, or the contract refuses it."""
     for sample in {s.tag: s for s in [*spread(run.busy, 2)]}.values():
-        arguments = emptied(run.spec, run.make(**sample.params), run.case.name)
+        arguments = empty_dim(run.spec, run.make(**sample.params), run.case.name)
         try:
             run.spec.check_call(arguments)
         except ArgumentError:

@@ -26,10 +26,15 @@ def ragged(run: Run) -> None:
         return strategies.integers(*r) if is_range(r) else strategies.sampled_from(list(r))
 
     @settings(
-        derandomize=run.fixed, database=None, deadline=None, max_examples=examples,
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=False,
+        derandomize=run.fixed,
+        database=None,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
         phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
+    )
     @given(
         strategies.fixed_dictionaries({name: strategy(r) for name, r in run.spec.ragged.items()}),
         strategies.integers(0, 2**16),

@@ -96,12 +96,26 @@ class Run(Executor):
 
 
 PROOFS: dict[str, Callable[[Run], None]] = {
-    "value": value.value, "large": value.large, "misaligned": value.misaligned, "pages": value.pages,
-    "placement": value.placement, "supports": refusals.supports, "errors": refusals.errors,
-    "determinism": repetition.determinism, "sequence": repetition.sequence, "threads": repetition.threads,
-    "extremes": extremes.prove, "ragged": ragged, "fresh": fresh, "defaults": inputs.defaults, "empty": inputs.empty,
-    "soak": soak.soak, "leak": soak.leak, "later": soak.later, **device.PROOFS,
-}  # fmt: skip
+    "value": value.value,
+    "large": value.large,
+    "misaligned": value.misaligned,
+    "pages": value.pages,
+    "placement": value.placement,
+    "supports": refusals.supports,
+    "errors": refusals.errors,
+    "determinism": repetition.determinism,
+    "sequence": repetition.sequence,
+    "threads": repetition.threads,
+    "extremes": extremes.prove,
+    "ragged": ragged,
+    "fresh": fresh,
+    "defaults": inputs.defaults,
+    "empty": inputs.empty,
+    "soak": soak.soak,
+    "leak": soak.leak,
+    "later": soak.later,
+    **device.PROOFS,
+}
 
 
 def run_case(
@@ -125,7 +139,7 @@ def run_case(
         why = run.caller.ready(case.op)
         if why is not None:
             raise Skip(NOT_RUN, why)
-        with run.caller.arena.borrowed():
+        with run.caller.arena.borrow():
             PROOFS[case.proof](run)
         result.reason = run.note
     except Skip as e:

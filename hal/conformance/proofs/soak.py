@@ -43,9 +43,13 @@ def plan(lane: str) -> dict[str, Any]:
     kind = "device" if lane == "device" else "slow"
     calls = CALLS[kind]
     return {
-        "calls": calls, "seconds": SECONDS, "one_in_a_thousand_escapes": round(0.999**calls, 6),
-        "leak_calls": LEAK_CALLS[kind], "later_seconds": LATER, "later_samples": LATER_SAMPLES[kind],
-    }  # fmt: skip
+        "calls": calls,
+        "seconds": SECONDS,
+        "one_in_a_thousand_escapes": round(0.999**calls, 6),
+        "leak_calls": LEAK_CALLS[kind],
+        "later_seconds": LATER,
+        "later_samples": LATER_SAMPLES[kind],
+    }
 
 
 # --- many calls -------------------------------------------------------------------------------------
@@ -146,9 +150,11 @@ def leak(run: Run) -> None:
         "Python objects alive": max(calls // 2, 64),
         "bytes of memory": room,
         "bytes of address space": 8 * room,
-        "open files": 4, "threads": 4, "mappings": max(calls // 20, 16),
+        "open files": 4,
+        "threads": 4,
+        "mappings": max(calls // 20, 16),
         "bytes of device memory": 0,
-    }  # fmt: skip
+    }
 
     def after_some() -> list[int]:
         said = run.do("repeat", placed, calls=calls, dispatched_every=DISPATCHED_EVERY)
@@ -187,7 +193,7 @@ def later(run: Run, wait: Callable[[float], None] = time.sleep) -> None:
     wait(LATER)
     again = run.do("again", *(placed for _, placed, _ in kept))["calls"]
     for (name, placed, then), one in zip(kept, again, strict=True):
-        changed = [c for b in placed.all() if (c := b.touched(None)) is not None]
+        changed = [c for b in placed.all() if (c := b.changes(None)) is not None]
         now = Ret.of(one["ret"], placed).values
         if then is not None and (now is None or not torch.equal(_bytes(now), _bytes(then))):
             changed.append("return: other elements than when it was returned")

@@ -23,7 +23,7 @@ def value(run: Run) -> None:
 def large(run: Run) -> None:
     sample = run.sample()
     try:
-        with run.caller.arena.borrowed():
+        with run.caller.arena.borrow():
             run.place(run.make(**sample.params))
     except (RuntimeError, OSError, MemoryError) as e:
         if isinstance(e, HalError):

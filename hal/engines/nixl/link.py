@@ -203,8 +203,14 @@ class Link:
             token = uuid.uuid4().hex
             found.open[token] = peer
             self._tokens[token] = found
-            peer.send("want", request, token=token, tokens=found.tokens, heads=[start, stop],
-                      pages=self.wire.pages(found.staged))  # fmt: skip
+            peer.send(
+                "want",
+                request,
+                token=token,
+                tokens=found.tokens,
+                heads=[start, stop],
+                pages=self.wire.pages(found.staged),
+            )
         for peer in given:
             if peer.offers.pop(request, False) and peer not in found.open.values():
                 peer.send("unneeded", request)
@@ -276,9 +282,14 @@ class Link:
         """A peer has died, or can't be understood: its transfers fail, what it may write to is left alone a while."""
         assert peer.error is not None
         for found in [t for t in self._active.values() if t.peer is peer or peer in t.open.values()]:
-            found.fail(LinkError(f"{peer.error}; request {found.request}, {found.tokens} tokens, was not complete: "
-                                 "nothing of it was written to the pool" if found.kind == "receive" else
-                                 f"{peer.error}; request {found.request} was not acknowledged"))  # fmt: skip
+            found.fail(
+                LinkError(
+                    f"{peer.error}; request {found.request}, {found.tokens} tokens, was not complete: "
+                    "nothing of it was written to the pool"
+                    if found.kind == "receive"
+                    else f"{peer.error}; request {found.request} was not acknowledged"
+                )
+            )
         for token, found in list(self._tokens.items()):
             if found.open[token] is peer:
                 self.quarantine(token)

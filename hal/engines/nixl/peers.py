@@ -24,11 +24,16 @@ PROTOCOL = 2
 def facts(pool: KVPool, model: str, total_heads: int, page_size: int) -> dict[str, Any]:
     """What must be the same at both ends. Layout, page size and slots of the pools, and the heads held, may differ."""
     return {
-        "protocol": PROTOCOL, "nixl": agent.version(), "model": model, "dtype": str(pool.dtype).removeprefix("torch."),
-        "layers": pool.num_layers, "k row": pool.row_shape[-1],
+        "protocol": PROTOCOL,
+        "nixl": agent.version(),
+        "model": model,
+        "dtype": str(pool.dtype).removeprefix("torch."),
+        "layers": pool.num_layers,
+        "k row": pool.row_shape[-1],
         "v row": None if pool.v_row_shape is None else pool.v_row_shape[-1],
-        "total heads": total_heads, "page size on the wire": page_size,
-    }  # fmt: skip
+        "total heads": total_heads,
+        "page size on the wire": page_size,
+    }
 
 
 def cover(heads: range, given: Sequence[Peer], request: str) -> list[tuple[Peer, int, int]]:
@@ -113,8 +118,14 @@ class Peers:
         self.all.append(peer)
         heads = self.link.heads
         metadata = base64.b64encode(self.link.agent.metadata()).decode()
-        peer.send("hello", "", facts=self.facts, heads=[heads.start, heads.stop], wire=self.link.wire.described(),
-                  agent=metadata)  # fmt: skip
+        peer.send(
+            "hello",
+            "",
+            facts=self.facts,
+            heads=[heads.start, heads.stop],
+            wire=self.link.wire.described(),
+            agent=metadata,
+        )
         return peer
 
     def poll(self) -> None:
@@ -165,8 +176,11 @@ class Peers:
         differ = [n for n in names if self.facts.get(n) != theirs.get(n)]
         if differ:
             said = "; ".join(f"{n} is {self.facts.get(n)} here and {theirs.get(n)} there" for n in differ)
-            peer.send("differs", "", why="; ".join(
-                f"{n} is {theirs.get(n)} here and {self.facts.get(n)} there" for n in differ))  # fmt: skip
+            peer.send(
+                "differs",
+                "",
+                why="; ".join(f"{n} is {theirs.get(n)} here and {self.facts.get(n)} there" for n in differ),
+            )
             self._differs(peer, {"why": said})
             return
         peer.heads, peer.wire = range(*m["heads"]), m["wire"]

@@ -124,9 +124,13 @@ class Transfer:
         try:
             for piece in self.packed:
                 here, to = wire.descriptors(
-                    pages[piece.pages], start - self.link.heads.start, there, want["pages"][piece.pages],
-                    start - self.peer.heads.start, stop - start,
-                )  # fmt: skip
+                    pages[piece.pages],
+                    start - self.link.heads.start,
+                    there,
+                    want["pages"][piece.pages],
+                    start - self.peer.heads.start,
+                    stop - start,
+                )
                 piece.ready()
                 self.peer.written.add(token)
                 self.handles.append(

@@ -117,9 +117,12 @@ class Wire:
     def described(self) -> dict[str, Any]:
         """What a peer must know to write here."""
         return {
-            "bases": [p.bases[0] for p in self.pool.planes()], "pages": self.num_pages, "heads": self.heads,
-            "memory": self.memory, "device": self.device_id,
-        }  # fmt: skip
+            "bases": [p.bases[0] for p in self.pool.planes()],
+            "pages": self.num_pages,
+            "heads": self.heads,
+            "memory": self.memory,
+            "device": self.device_id,
+        }
 
     def descriptors(
         self, pages: list[int], head: int, there: dict[str, Any], to: list[int], to_head: int, heads: int

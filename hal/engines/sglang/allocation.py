@@ -71,9 +71,13 @@ def alloc_for_decode(batch: Any, token_per_req: int) -> Tensor:
         slots: Tensor = alloc_token_slots(batch.tree_cache, lens.shape[0])
     else:
         slots = alloc_paged_token_slots_decode(
-            tree_cache=batch.tree_cache, seq_lens=after, seq_lens_cpu=after_cpu,
-            last_loc=hal.get_last_loc(table, rows, lens), req_pool_indices=rows, batch=batch,
-        )  # fmt: skip
+            tree_cache=batch.tree_cache,
+            seq_lens=after,
+            seq_lens_cpu=after_cpu,
+            last_loc=hal.get_last_loc(table, rows, lens),
+            req_pool_indices=rows,
+            batch=batch,
+        )
     hal.write_req_to_token(table, rows, lens, after, slots)
     later = hasattr(batch.req_to_token_pool, "alloc_aux_to_lengths")
     if later:

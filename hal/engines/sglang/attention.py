@@ -127,9 +127,12 @@ class HalAttention(AttentionBackend):
             self.kv_indices = torch.empty(max(total, min(2 * total, most)), dtype=self.index, device=self.device)
         kv_indptr = torch.empty(bs + 1, dtype=self.index, device=self.device)
         hal.build_kv_indices(
-            self.req_to_token, forward_batch.req_pool_indices, seq_lens + drafted if drafted else seq_lens,
-            kv_indptr, self.kv_indices,
-        )  # fmt: skip
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            seq_lens + drafted if drafted else seq_lens,
+            kv_indptr,
+            self.kv_indices,
+        )
         return kv_indptr, self.kv_indices
 
     @property
@@ -180,9 +183,12 @@ class HalAttention(AttentionBackend):
         lens = forward_batch.seq_lens[:bs]
         step = Step(self.graph_indptr[: bs + 1], self.graph_indices, qo_indptr, tree_slots)
         hal.build_kv_indices(
-            self.req_to_token, forward_batch.req_pool_indices[:bs], lens + drafted if drafted else lens,
-            step.kv_indptr, step.kv_indices,
-        )  # fmt: skip
+            self.req_to_token,
+            forward_batch.req_pool_indices[:bs],
+            lens + drafted if drafted else lens,
+            step.kv_indptr,
+            step.kv_indices,
+        )
         self.forward_metadata = step
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -194,18 +200,30 @@ class HalAttention(AttentionBackend):
     # --- a layer --------------------------------------------------------------------------------------
 
     def forward_decode(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **others: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> Tensor:
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, others)
 
     forward_extend = forward_decode
     forward_mixed = forward_decode
 
     def _attend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save: bool,
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save: bool,
         others: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         unknown = [name for name, value in others.items() if value is not None]
         if unknown:
             raise limits.refusal([f"attention with {', '.join(unknown)}"])
@@ -223,9 +241,17 @@ class HalAttention(AttentionBackend):
         lists = step.kv_indptr, step.kv_indices
         if step.tree_slots is not None:
             attend_trees(
-                ops, q, k_cache, v_cache, step.kv_indptr, step.kv_indices, step.tree_slots,
-                out.view(-1, heads, v_dim), **options, **scales,
-            )  # fmt: skip
+                ops,
+                q,
+                k_cache,
+                v_cache,
+                step.kv_indptr,
+                step.kv_indices,
+                step.tree_slots,
+                out.view(-1, heads, v_dim),
+                **options,
+                **scales,
+            )
         elif step.qo_indptr is None:
             ops.decode_attention(q, k_cache, v_cache, *lists, out.view(-1, heads, v_dim), **options, **scales)
         else:
@@ -256,8 +282,16 @@ class HalAttention(AttentionBackend):
         index = torch.zeros(2, dtype=self.index, device=self.device)
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scales = {"k_scale": one, "v_scale": one} if self.scaled else {}
-        attend = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_indptr": index, "kv_indices": index,
-                  "out": out, **options, **scales}  # fmt: skip
+        attend = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "kv_indptr": index,
+            "kv_indices": index,
+            "out": out,
+            **options,
+            **scales,
+        }
         if self.trees:
             attend["lse"] = torch.zeros(1, layer.tp_q_head_num, dtype=torch.float32, device=self.device)
         ops = hal.bind(
@@ -281,6 +315,11 @@ def _seen(forward_batch: Any, drafted: int) -> Tensor:
 def _kind(layer: Any) -> tuple[Any, ...]:
     """What a layer's ops depend on."""
     return (
-        layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, layer.scaling,
-        layer.sliding_window_size, layer.logit_cap,
-    )  # fmt: skip
+        layer.tp_q_head_num,
+        layer.tp_k_head_num,
+        layer.qk_head_dim,
+        layer.v_head_dim,
+        layer.scaling,
+        layer.sliding_window_size,
+        layer.logit_cap,
+    )

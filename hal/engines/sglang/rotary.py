@@ -91,9 +91,17 @@ def forward(
 
 @functools.cache
 def bound(
-    device: torch.device, dtype: torch.dtype, q_heads: int, k_heads: int, head_size: int, table: torch.dtype,
-    rotary_dim: int, interleaved: bool, v_head_size: int = 0, cache: torch.dtype | None = None,
-) -> Any:  # fmt: skip
+    device: torch.device,
+    dtype: torch.dtype,
+    q_heads: int,
+    k_heads: int,
+    head_size: int,
+    table: torch.dtype,
+    rotary_dim: int,
+    interleaved: bool,
+    v_head_size: int = 0,
+    cache: torch.dtype | None = None,
+) -> Any:
     """`rope_kv_write` for tensors of a kind; with `cache`, the dtype of one that it writes."""
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     example: dict[str, Any] = {

@@ -19,9 +19,15 @@ SLIDING = "sliding_attention"
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, step: dict[str, Any], sinks: Tensor | None,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    step: dict[str, Any],
+    sinks: Tensor | None,
     values: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Writes the new keys and values to their slots, and attends over the slots of each request.
 
     Args:

@@ -9,16 +9,36 @@ SPEC = "HalOffloadingSpec"
 """hal's name among vLLM's specs of KV offloading."""
 
 ATTENTION = (
-    "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER",
-    "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV", "TURBOQUANT", "ULTRAQUANT", "B12X",
-)  # fmt: skip
+    "CPU_ATTN",
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "TRITON_FLASH_ATTN",
+    "TRITON_FLASHINFER",
+    "FLEX_ATTENTION",
+    "FLASH_ATTN_DIFFKV",
+    "TRITON_ATTN_DIFFKV",
+    "TURBOQUANT",
+    "ULTRAQUANT",
+    "B12X",
+)
 """vLLM's names that hal stands in for where `HAL_ENGINES` asks: every one that a platform may choose by itself."""
 
 MLA = (
-    "CPU_MLA", "AMX_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "CUTLASS_MLA",
-    "TOKENSPEED_MLA", "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE",
-    "FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE_SM120",
-)  # fmt: skip
+    "CPU_MLA",
+    "AMX_MLA",
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "FLASHINFER_MLA",
+    "TRITON_MLA",
+    "CUTLASS_MLA",
+    "TOKENSPEED_MLA",
+    "FLASH_ATTN_MLA_SPARSE",
+    "FLASHMLA_SPARSE",
+    "FLASHINFER_MLA_SPARSE",
+    "FLASHINFER_MLA_SPARSE_SM90",
+    "FLASHINFER_MLA_SPARSE_SM120",
+)
 """Likewise for latent attention. hal's is not sparse: a model that needs that kind is refused, with that reason."""
 
 

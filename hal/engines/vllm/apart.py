@@ -55,8 +55,11 @@ def read_once(worker: Any) -> None:
             if first != req_id:
                 logger.error(
                     "hal: request %s: the blocks of the prefill's request %s were read already, by request %s: "
-                    "kv_transfer_params are good for one request — send it to a prefill again", req_id, of[1], first
-                )  # fmt: skip
+                    "kv_transfer_params are good for one request — send it to a prefill again",
+                    req_id,
+                    of[1],
+                    first,
+                )
                 worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return
             if len(seen) > REMEMBERED:

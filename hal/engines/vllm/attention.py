@@ -234,6 +234,14 @@ class HalAttentionImpl(AttentionImpl[Step]):
         n = layer_slot_mapping.shape[0]
         k, v = self._caches(kv_cache)
         self.ops.rope_kv_write(
-            query[:n], key[:n], value[:n], cos_sin_cache, positions[:n], k, v, layer_slot_mapping,
-            interleaved=not is_neox, **self._scales(layer),
-        )  # fmt: skip
+            query[:n],
+            key[:n],
+            value[:n],
+            cos_sin_cache,
+            positions[:n],
+            k,
+            v,
+            layer_slot_mapping,
+            interleaved=not is_neox,
+            **self._scales(layer),
+        )

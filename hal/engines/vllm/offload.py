@@ -118,9 +118,11 @@ class HalOffloadingWorker(OffloadingWorker):
         self.blocks, self.blocks_per_chunk = pages[0].shape[0], blocks_per_chunk
         self.slots = chunks * blocks_per_chunk
         self.host = torch.zeros(
-            self.slots * sum(p[0].numel() for p in pages), dtype=torch.int8, device="cpu",
+            self.slots * sum(p[0].numel() for p in pages),
+            dtype=torch.int8,
+            device="cpu",
             pin_memory=self.device.type != "cpu",
-        )  # fmt: skip
+        )
         self.groups = self._pools(pages, kv_caches.group_data_refs)
         self.module = torch.get_device_module(self.device) if self.device.type != "cpu" else None
         self.pending: dict[bool, deque[Transfer]] = {store: deque() for store in (True, False)}

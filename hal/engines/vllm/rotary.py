@@ -156,10 +156,12 @@ def check_instances() -> None:
     for made in vllm_rotary._ROPE_DICT.values():
         kind = type(made).__name__
         if not isinstance(made, HalRotary) and "Vision" not in kind:
-            raise limits.refusal([
-                f"{kind}, a rotary embedding that hal has not — --attention-backend CUSTOM without HAL_ENGINES "
-                "runs the attention on hal and leaves that to vLLM"
-            ])  # fmt: skip
+            raise limits.refusal(
+                [
+                    f"{kind}, a rotary embedding that hal has not — --attention-backend CUSTOM without HAL_ENGINES "
+                    "runs the attention on hal and leaves that to vLLM"
+                ]
+            )
 
 
 # --- the ops of a compiled graph --------------------------------------------------------------------
@@ -173,15 +175,22 @@ def rotate(positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor, 
     # By the table of backends: another one after `hal.reload`, which may choose otherwise.
     run = _bound(
         live.current(), q.device, q.dtype, q.shape[1], k.shape[1], head_size, table.dtype, table.shape[1], is_neox
-    )  # fmt: skip
+    )
     run(q, k, None, table, positions, interleaved=not is_neox)
 
 
 @functools.lru_cache(maxsize=64)
 def _bound(
-    backends: object, device: torch.device, dtype: torch.dtype, q_heads: int, k_heads: int, head_size: int,
-    table: torch.dtype, rotary_dim: int, is_neox: bool,
-) -> Any:  # fmt: skip
+    backends: object,
+    device: torch.device,
+    dtype: torch.dtype,
+    q_heads: int,
+    k_heads: int,
+    head_size: int,
+    table: torch.dtype,
+    rotary_dim: int,
+    is_neox: bool,
+) -> Any:
     q = torch.zeros(1, q_heads, head_size, dtype=dtype, device=device)
     k = torch.zeros(1, k_heads, head_size, dtype=dtype, device=device)
     cos_sin = torch.zeros(1, rotary_dim, dtype=table, device=device)

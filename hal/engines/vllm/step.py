@@ -117,9 +117,16 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         decodes, kv_indptr = self.lists(m)
         n = m.num_reqs
         return Step(
-            m.num_actual_tokens, n, decodes, m.query_start_loc[: n + 1], kv_indptr, self.kv_indices,
-            m.max_query_len, m.max_seq_len, m.slot_mapping,
-        )  # fmt: skip
+            m.num_actual_tokens,
+            n,
+            decodes,
+            m.query_start_loc[: n + 1],
+            kv_indptr,
+            self.kv_indices,
+            m.max_query_len,
+            m.max_seq_len,
+            m.slot_mapping,
+        )
 
     def lists(self, m: CommonAttentionMetadata) -> tuple[int, Tensor]:
         """(requests with one new token each, `kv_indptr`); lists all slots of all requests in `kv_indices`."""

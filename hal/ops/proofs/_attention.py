@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range, slots_of
+from hal.kv.view import count_slots
+from hal.ops._torch import in_range
 from hal.ops.proofs.fresh import PAGES, REQUESTS, SLOTS, Fresh, Wide
 from hal.ops.proofs.inputs import DTYPES, FLOAT_DTYPES, INDEX_DTYPES, floats, odd_indices, paired, randint, spaced
 from hal.ops.proofs.judge import Candidate, Want, attention_slack
@@ -25,7 +26,7 @@ class Truth:
     def __init__(self, a: Mapping[str, Any]) -> None:
         self.a = a
         slots = a["kv_indices"].to(torch.int64)
-        self.valid = in_range(slots, slots_of(a["k_cache"]))
+        self.valid = in_range(slots, count_slots(a["k_cache"]))
         scales = [1.0 if a[s] is None else float(_host.tensor(float(a[s]))) for s in ("k_scale", "v_scale")]
         self.k, self.v = (self._rows(a[c], slots) * s for c, s in zip(("k_cache", "v_cache"), scales, strict=True))
         heads = a["q"].shape[1]
@@ -109,7 +110,8 @@ def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
         *(Sample(f"{name}-{d}", {**s, "dtype": d, "bs": bs}) for name, s in _SHAPES.items() for d in ("bf16", "fp32")),
         *(
             Sample(f"head-dim-{h}-{d}", {"head_dim": h, "dtype": d, "bs": bs})
-            for h in (128, 256) for d in ("fp16", "fp32")
+            for h in (128, 256)
+            for d in ("fp16", "fp32")
         ),
         Sample("no-requests", {"bs": 0}, control="one"),
         Sample("shared-slots", {"slots": 16, "longest": 30}),
@@ -119,7 +121,8 @@ def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
         Sample("paged-3-fp32", {"cache": "paged", "page_size": 3, "dtype": "fp32"}),
         *(
             Sample(f"{c}-{view}", {"cache": c, "cache_view": view})
-            for c in ("slots", "paged") for view in ("pairs", "padded")
+            for c in ("slots", "paged")
+            for view in ("pairs", "padded")
         ),
         Sample("fused-q", {"q_view": "fused"}),
         Sample("misaligned-q", {"q_view": "misaligned", "dtype": "fp16"}),
@@ -148,20 +151,32 @@ def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
             for d, s in (("bf16", "none"), ("fp16", "float"), ("fp32", "tensor"), ("bf16", "tensor"))
         ),
         Sample(
-            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs"}, "feature:fp8_e4m3",
+            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs"}, "feature:fp8_e4m3"
         ),
         Sample("e4m3-skip", {"cache_dtype": "e4m3", "values": "skip", "scales": "float"}, "feature:fp8_e4m3"),
-    )  # fmt: skip
+    )
 
 
 RAGGED: dict[str, Any] = {
-    "slots": (240, 240), "q_heads": [4, 8], "kv_heads": [1, 2, 4], "head_dim": [64, 128], "dtype": DTYPES,
-    "cache": ("slots", "paged"), "page_size": [1, 3, 16], "cache_view": ("plain", "pairs", "padded"),
-    "q_view": ("plain", "fused", "misaligned"), "index": ("i32", "i64"), "indptr": ("i32", "i64"),
-    "values": ("valid", "skip", "edge", "extreme"), "indptr_values": ("valid", "edge", "extreme"),
-    "lengths": ("ragged", "skewed"), "sliding_window": (-1, 20), "logit_cap": [0.0, 7.0],
-    "out": ("none", "given", "strided"), "lse": (True, False),
-}  # fmt: skip
+    "slots": (240, 240),
+    "q_heads": [4, 8],
+    "kv_heads": [1, 2, 4],
+    "head_dim": [64, 128],
+    "dtype": DTYPES,
+    "cache": ("slots", "paged"),
+    "page_size": [1, 3, 16],
+    "cache_view": ("plain", "pairs", "padded"),
+    "q_view": ("plain", "fused", "misaligned"),
+    "index": ("i32", "i64"),
+    "indptr": ("i32", "i64"),
+    "values": ("valid", "skip", "edge", "extreme"),
+    "indptr_values": ("valid", "edge", "extreme"),
+    "lengths": ("ragged", "skewed"),
+    "sliding_window": (-1, 20),
+    "logit_cap": [0.0, 7.0],
+    "out": ("none", "given", "strided"),
+    "lse": (True, False),
+}
 
 
 def fresh(slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, Any]], int], queries: str) -> Fresh:

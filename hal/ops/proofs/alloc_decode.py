@@ -85,7 +85,7 @@ PROOF = Proof(
         Sample("extreme", {"bs": 81, "values": "extreme", "page_size": 3}),
         Sample("extreme-page-1", {"bs": 81, "values": "extreme", "page_size": 1, "out": "i32"}),
         Sample(
-            "extreme-i32", {"bs": 81, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32"},
+            "extreme-i32", {"bs": 81, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32"}
         ),
     ),
     errors=(
@@ -96,15 +96,24 @@ PROOF = Proof(
         _bad("lens-strided", seq_lens=lambda: _host.ones(6, dtype=torch.int64)[::2]),
     ),
     ragged={
-        "bs": (0, 600), "longest": (0, 90), "page_size": (1, 70), "spare": (-30, 30), "lens": ("i32", "i64"),
-        "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
-        "values": ("valid", "skip", "edge", "extreme"), "opening": ("some", "all", "none"),
+        "bs": (0, 600),
+        "longest": (0, 90),
+        "page_size": (1, 70),
+        "spare": (-30, 30),
+        "lens": ("i32", "i64"),
+        "last": ("i32", "i64"),
+        "free": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "values": ("valid", "skip", "edge", "extreme"),
+        "opening": ("some", "all", "none"),
     },
     fresh=Fresh(
         {
-            "bs": Wide(REQUESTS), "longest": Wide(ROWS, {"bs": MANY}), "page_size": Wide((257, 1024), {"bs": MANY}),
+            "bs": Wide(REQUESTS),
+            "longest": Wide(ROWS, {"bs": MANY}),
+            "page_size": Wide((257, 1024), {"bs": MANY}),
             "spare": Wide(TOKENS),
         },
         lambda p: p["bs"] + max(p["spare"], 0),
     ),
-)  # fmt: skip
+)

@@ -131,9 +131,10 @@ PROOF = Proof(
         Sample("edge-i32", {"bs": 40, "values": "edge", "slack": 300, "out": "i32", "page_size": 3}),
         Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "page_size": 3}),
         Sample("extreme-page-1", {"bs": 41, "values": "extreme", "slack": 300, "page_size": 1, "out": "i32"}),
-        Sample("extreme-i32", {
-            "bs": 41, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32", "slack": 300,
-        }),
+        Sample(
+            "extreme-i32",
+            {"bs": 41, "values": "extreme", "lens": "i32", "last": "i32", "free": "i32", "out": "i32", "slack": 300},
+        ),
     ),
     errors=(
         *(_bad(name, page_size=value) for name, value in PAGE_ERRORS.items()),
@@ -145,17 +146,27 @@ PROOF = Proof(
         _bad("last-a-list", last_loc=[1, 2, 3]),
     ),
     ragged={
-        "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "page_size": (1, 70), "slack": (-50, 50),
-        "spare": (-30, 30), "lens": ("i32", "i64"),
-        "last": ("i32", "i64"), "free": ("i32", "i64"), "out": ("i32", "i64"),
+        "bs": (0, 300),
+        "prefix": (0, 90),
+        "longest": (0, 90),
+        "page_size": (1, 70),
+        "slack": (-50, 50),
+        "spare": (-30, 30),
+        "lens": ("i32", "i64"),
+        "last": ("i32", "i64"),
+        "free": ("i32", "i64"),
+        "out": ("i32", "i64"),
         "values": ("valid", "negative", "edge", "extreme"),
     },
     fresh=Fresh(
         {
-            "bs": Wide(REQUESTS, {"longest": (1, 12)}), "longest": Wide(TOKENS, {"bs": (8, 12), "page_size": (1, 3)}),
-            "prefix": Wide(ROWS, {"bs": MANY}), "page_size": Wide((257, 1024), {"bs": MANY}),
-            "slack": Wide(TOKENS), "spare": Wide(TOKENS),
+            "bs": Wide(REQUESTS, {"longest": (1, 12)}),
+            "longest": Wide(TOKENS, {"bs": (8, 12), "page_size": (1, 3)}),
+            "prefix": Wide(ROWS, {"bs": MANY}),
+            "page_size": Wide((257, 1024), {"bs": MANY}),
+            "slack": Wide(TOKENS),
+            "spare": Wide(TOKENS),
         },
         lambda p: 4 * p["bs"] * p["longest"] + max(p["slack"], 0) + max(p["spare"], 0),
     ),
-)  # fmt: skip
+)

@@ -113,9 +113,16 @@ PROOF = Proof(
         _bad("starts-bool", start_offsets=lambda: _host.ones(3, dtype=torch.bool)),
     ),
     ragged={
-        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
-        "index": ("i32", "i64"), "offsets": ("i32", "i64"), "out": ("i32", "i64"), "view": ("plain", "strided"),
+        "bs": (0, 300),
+        "requests": (1, 40),
+        "width": (1, 200),
+        "longest": (0, 200),
+        "slack": (-50, 50),
+        "index": ("i32", "i64"),
+        "offsets": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "view": ("plain", "strided"),
         "values": ("valid", "skip", "negative", "edge", "extreme"),
     },
     fresh=FRESH,
-)  # fmt: skip
+)

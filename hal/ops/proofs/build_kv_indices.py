@@ -22,7 +22,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     lens = [extent(0, n)[1] for n in a["kv_lens"].tolist()]
     starts = [0] * len(lens) if a["kv_start"] is None else a["kv_start"].tolist()
     if a["given_indptr"] is not None:
-        return placed(a, lens, starts)
+        return place_lists(a, lens, starts)
     values: list[int] = []
     for r, start, n in zip(a["req_pool_indices"].tolist(), starts, lens, strict=True):
         stop = start + min(n, capacity - len(values))
@@ -30,7 +30,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return listing(values, lens, a)
 
 
-def placed(a: Mapping[str, Any], lens: list[int], starts: list[int]) -> dict[str, Want]:
+def place_lists(a: Mapping[str, Any], lens: list[int], starts: list[int]) -> dict[str, Want]:
     """Each list where ``given_indptr`` says; of an element that several claim, any."""
     table, out, indptr = a["req_to_token"], a["out"], a["given_indptr"].tolist()
     rows, capacity = table.shape[0], out.shape[0]
@@ -79,7 +79,7 @@ def make(
     given: str | None = None,
 ) -> dict[str, Any]:
     """`slack`: how many elements `out` has beyond the lengths' sum; negative: too few. `start`: dtype of kv_start.
-    `given`: how given_indptr is, of dtype `indptr`: see `_given`."""
+    `given`: how given_indptr is, of dtype `indptr`: see `_make_indptr`."""
     g = generator(seed)
     table = randint(g, 0, 2**31 - 1, (requests, width)).to(torch.int32)
     begin, length = spans(g, bs, width, longest, skew)
@@ -94,11 +94,11 @@ def make(
         "kv_indptr": sums if given is None else None,
         "out": randint(g, 0, 2**31 - 1, room).to(INDEX_DTYPES[out]),
         "kv_start": None if start is None else odd_indices(begin, width, values, INDEX_DTYPES[start], by=1),
-        "given_indptr": None if given is None else _given(given, kv_lens.tolist(), INDEX_DTYPES[indptr]),
+        "given_indptr": None if given is None else _make_indptr(given, kv_lens.tolist(), INDEX_DTYPES[indptr]),
     }
 
 
-def _given(kind: str, lens: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _make_indptr(kind: str, lens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """``sums`` of the lengths; ``apart``, 3 more each; ``tight``, 2 fewer; ``early``, the sums before `out` begins;
     ``falling``, from the last to the first; ``extreme``, ascending from the smallest number to the largest."""
     more = {"apart": 3, "tight": -2}.get(kind, 0)
@@ -124,8 +124,10 @@ PROOF = Proof(
         *(
             Sample(f"{i}-{n}-{p}-{o}-start-{s}", {"index": i, "lens": n, "indptr": p, "out": o, "start": s})
             for i, n, p, o, s in (
-                ("i32", "i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64", "i64"),
-                ("i32", "i64", "i32", "i64", "i32"), ("i64", "i32", "i64", "i32", None),
+                ("i32", "i32", "i32", "i32", "i32"),
+                ("i64", "i64", "i64", "i64", "i64"),
+                ("i32", "i64", "i32", "i64", "i32"),
+                ("i64", "i32", "i64", "i32", None),
                 ("i64", "i64", "i32", "i32", None),
             )
         ),
@@ -143,21 +145,25 @@ PROOF = Proof(
         Sample("edge-no-start", {"bs": 40, "values": "edge", "slack": 100}),
         Sample("extreme", {"bs": 41, "values": "extreme", "slack": 300, "start": "i64"}),
         Sample(
-            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99},
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "start": "i32", "slack": 99}
         ),
         *(
             Sample(f"given-{n}", {"given": "sums", "bs": 40, "index": i, "lens": i, "indptr": i, "out": i, **more})
             for n, i, more in (
-                ("i32", "i32", {}), ("i64", "i64", {"start": "i64"}), ("too-little-room", "i64", {"slack": -30}),
+                ("i32", "i32", {}),
+                ("i64", "i64", {"start": "i64"}),
+                ("too-little-room", "i64", {"slack": -30}),
                 ("long-row", "i32", {"bs": 3, "requests": 3, "width": 9000, "longest": 9000}),
-                ("many", "i64", {"bs": 600, "longest": 9}), ("no-rows", "i32", {"requests": 0}),
+                ("many", "i64", {"bs": 600, "longest": 9}),
+                ("no-rows", "i32", {"requests": 0}),
                 ("extreme-lengths", "i64", {"values": "extreme", "slack": 300, "start": "i64"}),
                 ("extreme-lengths-i32", "i32", {"values": "extreme", "slack": 99, "start": "i32"}),
             )
         ),
         *(
             Sample(f"given-{kind}-{i}", {"given": kind, "bs": 41, "lens": i, "indptr": i, "start": i, "slack": 100})
-            for kind in ("apart", "tight", "early", "extreme") for i in ("i32", "i64")
+            for kind in ("apart", "tight", "early", "extreme")
+            for i in ("i32", "i64")
         ),
         *(
             Sample(f"given-{n}", {"given": "falling", "bs": 41, **more}, control="given-i32")
@@ -181,10 +187,19 @@ PROOF = Proof(
         refused(make, bs=3, given="sums")("neither", given_indptr=None),
     ),
     ragged={
-        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
-        "index": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
-        "start": ("i32", "i64", None), "given": (None, "sums", "apart", "tight", "early"),
-        "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
+        "bs": (0, 300),
+        "requests": (1, 40),
+        "width": (1, 200),
+        "longest": (0, 200),
+        "slack": (-50, 50),
+        "index": ("i32", "i64"),
+        "lens": ("i32", "i64"),
+        "indptr": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "start": ("i32", "i64", None),
+        "given": (None, "sums", "apart", "tight", "early"),
+        "view": ("plain", "strided"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=FRESH,
-)  # fmt: skip
+)

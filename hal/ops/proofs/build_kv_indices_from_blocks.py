@@ -89,9 +89,12 @@ PROOF = Proof(
         *(
             Sample(f"{t}-{n}-{p}-{o}-start-{s}", {"table": t, "lens": n, "indptr": p, "out": o, "start": s})
             for t, n, p, o, s in (
-                ("i32", "i32", "i32", "i32", "i32"), ("i64", "i64", "i64", "i64", "i64"),
-                ("i32", "i64", "i32", "i64", None), ("i64", "i32", "i64", "i32", None),
-                ("i32", "i32", "i32", "i32", None), ("i64", "i64", "i32", "i64", "i32"),
+                ("i32", "i32", "i32", "i32", "i32"),
+                ("i64", "i64", "i64", "i64", "i64"),
+                ("i32", "i64", "i32", "i64", None),
+                ("i64", "i32", "i64", "i32", None),
+                ("i32", "i32", "i32", "i32", None),
+                ("i64", "i64", "i32", "i64", "i32"),
             )
         ),
         *(
@@ -144,10 +147,20 @@ PROOF = Proof(
         _bad("keep-none", keep_last=None),
     ),
     ragged={
-        "bs": (0, 300), "blocks": (0, 20), "page_size": (1, 40), "longest": (0, 200), "slack": (-50, 50),
-        "table": ("i32", "i64"), "lens": ("i32", "i64"), "indptr": ("i32", "i64"), "out": ("i32", "i64"),
-        "start": ("i32", "i64", None), "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
-        "holes": (False, True), "keep_last": (-1, 60),
+        "bs": (0, 300),
+        "blocks": (0, 20),
+        "page_size": (1, 40),
+        "longest": (0, 200),
+        "slack": (-50, 50),
+        "table": ("i32", "i64"),
+        "lens": ("i32", "i64"),
+        "indptr": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "start": ("i32", "i64", None),
+        "view": ("plain", "strided"),
+        "values": ("valid", "skip", "edge", "extreme"),
+        "holes": (False, True),
+        "keep_last": (-1, 60),
     },
     fresh=Fresh(
         {
@@ -161,4 +174,4 @@ PROOF = Proof(
         },
         lambda p: p["bs"] * (8 + p["blocks"] + p["longest"] // 2) + max(p["slack"], 0),
     ),
-)  # fmt: skip
+)

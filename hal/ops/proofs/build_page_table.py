@@ -79,7 +79,7 @@ PROOF = Proof(
         Sample("edge", {"bs": 40, "values": "edge", "page_size": 5, "pages": 15}),
         Sample("extreme", {"bs": 41, "values": "extreme", "page_size": 5, "pages": 15}),
         Sample(
-            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "page_size": 3, "pages": 30},
+            "extreme-i32", {"bs": 41, "values": "extreme", "index": "i32", "lens": "i32", "page_size": 3, "pages": 30}
         ),
         Sample("no-rows", {"requests": 0}),
         Sample("no-columns", {"width": 0}),
@@ -94,13 +94,22 @@ PROOF = Proof(
         _bad("lens-float", kv_lens=lambda: _host.zeros(3)),
     ),
     ragged={
-        "bs": (0, 90), "requests": (1, 40), "width": (1, 200), "page_size": (1, 70), "pages": (0, 90),
-        "index": ("i32", "i64"), "lens": ("i32", "i64"), "out": ("i32", "i64"), "view": ("plain", "strided"),
-        "out_view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"), "holes": (False, True),
+        "bs": (0, 90),
+        "requests": (1, 40),
+        "width": (1, 200),
+        "page_size": (1, 70),
+        "pages": (0, 90),
+        "index": ("i32", "i64"),
+        "lens": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "view": ("plain", "strided"),
+        "out_view": ("plain", "strided"),
+        "values": ("valid", "skip", "edge", "extreme"),
+        "holes": (False, True),
     },
     fresh=table_fresh(
         {"pages": (1, 8), "page_size": (1, 3)},
         width=Wide(COLUMNS, {"bs": MANY, "requests": (30, 40), "page_size": (50, 70), "pages": (330, 400)}),
         pages=Wide(PAIRS, {"bs": (20, 30), "requests": (30, 40), "page_size": (1, 2), "width": COLUMNS}),
     ),
-)  # fmt: skip
+)

@@ -112,14 +112,22 @@ PROOF = Proof(
         _bad("indptr-float", indptr=lambda: _host.zeros(4)),
     ),
     ragged={
-        "bs": (0, 300), "prefix": (0, 90), "longest": (0, 90), "slack": (-50, 50), "lens": ("i32", "i64"),
-        "out": ("i32", "i64"), "indptr": ("i32", "i64", None), "values": ("valid", "negative", "edge", "extreme"),
+        "bs": (0, 300),
+        "prefix": (0, 90),
+        "longest": (0, 90),
+        "slack": (-50, 50),
+        "lens": ("i32", "i64"),
+        "out": ("i32", "i64"),
+        "indptr": ("i32", "i64", None),
+        "values": ("valid", "negative", "edge", "extreme"),
     },
     fresh=Fresh(
         {
-            "bs": Wide(REQUESTS, {"longest": (1, 12)}), "longest": Wide(TOKENS, {"bs": (8, 12)}),
-            "prefix": Wide(ROWS, {"bs": MANY}), "slack": Wide(TOKENS),
+            "bs": Wide(REQUESTS, {"longest": (1, 12)}),
+            "longest": Wide(TOKENS, {"bs": (8, 12)}),
+            "prefix": Wide(ROWS, {"bs": MANY}),
+            "slack": Wide(TOKENS),
         },
         lambda p: p["bs"] * p["longest"] + max(p["slack"], 0),
     ),
-)  # fmt: skip
+)

@@ -49,7 +49,12 @@ PROOF = Proof(
         Sample(
             "long-fp32",
             {
-                "bs": 2, "lengths": "skewed", "longest": 2100, "slots": 2400, "q_heads": 2, "kv_heads": 2,
+                "bs": 2,
+                "lengths": "skewed",
+                "longest": 2100,
+                "slots": 2400,
+                "q_heads": 2,
+                "kv_heads": 2,
                 "dtype": "fp32",
             },
         ),
@@ -64,7 +69,11 @@ PROOF = Proof(
         Sample(
             "extreme",
             {
-                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9, "cache": "paged",
+                "bs": 24,
+                "values": "extreme",
+                "indptr_values": "extreme",
+                "longest": 9,
+                "cache": "paged",
                 **_attention.ODD,
             },
         ),
@@ -99,11 +108,11 @@ PROOF = Proof(
         _bad("scale-without-fp8", k_scale=0.5),
         _bad("v-scale-without-fp8", v_scale=lambda: _host.ones(1)),
     ),
-    ragged={
-        "bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty"),
-    },
+    ragged={"bs": (0, 9), "longest": (0, 70), **_attention.RAGGED, "lengths": ("ragged", "skewed", "empty")},
     fresh=_attention.fresh(
-        240, {"longest": Wide(TOKENS, {"bs": (1, 2), "lengths": "full", "slots": room_for("bs", "longest")})},
-        lambda p: p["bs"] * p["longest"] // (16 if p["lengths"] == "sparse" else 1), "",
+        240,
+        {"longest": Wide(TOKENS, {"bs": (1, 2), "lengths": "full", "slots": room_for("bs", "longest")})},
+        lambda p: p["bs"] * p["longest"] // (16 if p["lengths"] == "sparse" else 1),
+        "",
     ),
-)  # fmt: skip
+)

@@ -87,8 +87,13 @@ PROOF = Proof(
         Sample(
             "extreme",
             {
-                "bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6,
-                "cache": "paged", **_attention.ODD,
+                "bs": 24,
+                "values": "extreme",
+                "indptr_values": "extreme",
+                "longest": 3,
+                "prefix": 6,
+                "cache": "paged",
+                **_attention.ODD,
             },
         ),
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6}),
@@ -116,19 +121,32 @@ PROOF = Proof(
         _bad("v-scale-without-fp8", v_scale=lambda: _host.ones(1)),
     ),
     ragged={
-        "bs": (0, 7), "longest": (0, 20), "prefix": (-3, 30), "spare": (0, 3), "causal": (True, False),
+        "bs": (0, 7),
+        "longest": (0, 20),
+        "prefix": (-3, 30),
+        "spare": (0, 3),
+        "causal": (True, False),
         **_attention.RAGGED,
     },
     fresh=_attention.fresh(
         480,
         {
             # Every query sees few keys, and the truth is no square.
-            "longest": Wide((2_305, 2_600), {
-                "bs": 1, "prefix": (0, 30), "lengths": "full", "sliding_window": 20, "causal": True,
-                "slots": room_for("longest"), "spare": (0, 3),
-            }),
+            "longest": Wide(
+                (2_305, 2_600),
+                {
+                    "bs": 1,
+                    "prefix": (0, 30),
+                    "lengths": "full",
+                    "sliding_window": 20,
+                    "causal": True,
+                    "slots": room_for("longest"),
+                    "spare": (0, 3),
+                },
+            ),
             "prefix": Wide(TOKENS, {"bs": 1, "lengths": "full", "longest": (1, 3), "slots": room_for("prefix")}),
         },
-        lambda p: p["bs"] * (p["longest"] + max(p["prefix"], 0)) // (16 if p["lengths"] == "sparse" else 1), "longest",
+        lambda p: p["bs"] * (p["longest"] + max(p["prefix"], 0)) // (16 if p["lengths"] == "sparse" else 1),
+        "longest",
     ),
-)  # fmt: skip
+)

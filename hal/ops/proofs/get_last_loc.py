@@ -79,9 +79,14 @@ PROOF = Proof(
         _bad("lens-none", prefix_lens=None),
     ),
     ragged={
-        "bs": (0, 300), "requests": (1, 40), "width": (1, 80), "index": ("i32", "i64"), "lens": ("i32", "i64"),
-        "view": ("plain", "strided"), "values": ("valid", "skip", "edge", "extreme"),
+        "bs": (0, 300),
+        "requests": (1, 40),
+        "width": (1, 80),
+        "index": ("i32", "i64"),
+        "lens": ("i32", "i64"),
+        "view": ("plain", "strided"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     # Every other request is skipped, and every other length beside it: "skip" leaves nothing to find.
     fresh=replace(table_fresh({}), beside={"values": ("valid", "edge", "extreme")}),
-)  # fmt: skip
+)

@@ -90,7 +90,8 @@ PROOF = Proof(
         ),
         *(
             Sample(f"{order}-{layout}", {"order": order, "layout": layout, "n": 24}, layout_tag(layout))
-            for order in _ORDERS for layout in LAYOUTS
+            for order in _ORDERS
+            for layout in LAYOUTS
         ),
         *(Sample(f"{d}", {"dtype": d}) for d in ("fp16", "fp32", "e4m3", "e5m2", "u8", "i64")),
         *(Sample(f"room-for-{r}", {"room": r, "num_layers": 4, "spare": 0}) for r in (1, 2, 3, 4, 8, 9)),
@@ -134,16 +135,30 @@ PROOF = Proof(
         _bad("layers-step", layers=range(0, 3, 2)),
     ),
     ragged={
-        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "layout": LAYOUTS,
-        "page": [1, 3, 16], "slots": (96, 96), "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"],
-        "mla": [False, True], "order": _ORDERS, "values": ("valid", "skip", "edge", "extreme"), "room": [1, 2, 9],
+        "n": (0, 60),
+        "num_layers": (1, 4),
+        "heads": (1, 3),
+        "head_dim": [8, 16, 24],
+        "layout": LAYOUTS,
+        "page": [1, 3, 16],
+        "slots": (96, 96),
+        "slot": ["i32", "i64"],
+        "dtype": ["bf16", "e4m3", "fp32"],
+        "mla": [False, True],
+        "order": _ORDERS,
+        "values": ("valid", "skip", "edge", "extreme"),
+        "room": [1, 2, 9],
     },
     fresh=Fresh(
         {
-            "n": Wide(PAIRS, {**FEW, "slots": room_for("n")}), "slots": Wide(SLOTS, {**FEW, "n": MANY}, PAGES),
-            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]), "room": Wide([64]),
+            "n": Wide(PAIRS, {**FEW, "slots": room_for("n")}),
+            "slots": Wide(SLOTS, {**FEW, "n": MANY}, PAGES),
+            "num_layers": Wide(HEADS),
+            "heads": Wide(HEADS),
+            "head_dim": Wide([512, 1024]),
+            "room": Wide([64]),
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * p["slots"]),
         {"n": (9, 40), "layout": LAYOUTS[:3]},
     ),
-)  # fmt: skip
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hal import _host
 from hal.kv.pool import KVPool
 from hal.ops._torch import BITS
-from hal.ops.kv_transfer import stacked
+from hal.ops.kv_transfer import stack_layers
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import FAR, FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, randint, refused
 from hal.ops.proofs.judge import Candidate, Want
@@ -49,7 +49,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     for x in ("k", "v"):
         if getattr(src, x) is None:
             continue
-        source, target = stacked(getattr(src, x)), stacked(getattr(dst, x))
+        source, target = stack_layers(getattr(src, x)), stack_layers(getattr(dst, x))
         bits = BITS[target.dtype.itemsize]
         named = _host.zeros(target.shape, dtype=torch.bool)
         value, candidates = _host.zeros(target.shape, dtype=bits), []
@@ -189,7 +189,8 @@ PROOF = Proof(
         *(Sample(f"{a}-to-{b}", {"src": a, "dst": b}, layout_tag(a, b)) for a in LAYOUTS for b in LAYOUTS),
         *(
             Sample(f"mla-{a}-to-{b}", {"src": a, "dst": b, "mla": True, "head_dim": 576, "n": 5}, layout_tag(a, b))
-            for a in LAYOUTS for b in LAYOUTS
+            for a in LAYOUTS
+            for b in LAYOUTS
         ),
         *(Sample(f"list-to-{b}", {"src": "list", "dst": b}, layout_tag(b)) for b in LAYOUTS),
         *(Sample(f"{a}-to-list", {"src": a, "dst": "list"}, layout_tag(a)) for a in LAYOUTS),
@@ -222,8 +223,17 @@ PROOF = Proof(
             Sample(
                 f"megabytes-{a}-to-{b}",
                 {
-                    "src": a, "dst": b, "order": "pages", "num_layers": 32, "heads": 8, "head_dim": 128,
-                    "n": 80, "src_page": 16, "dst_page": 16, "src_slots": 96, "dst_slots": 96,
+                    "src": a,
+                    "dst": b,
+                    "order": "pages",
+                    "num_layers": 32,
+                    "heads": 8,
+                    "head_dim": 128,
+                    "n": 80,
+                    "src_page": 16,
+                    "dst_page": 16,
+                    "src_slots": 96,
+                    "dst_slots": 96,
                 },
                 layout_tag(a, b),
             )
@@ -249,19 +259,32 @@ PROOF = Proof(
         _bad("unknown-method", method="fast"),
     ),
     ragged={
-        "n": (0, 60), "num_layers": (1, 4), "heads": (1, 3), "head_dim": [8, 16, 24], "src": LAYOUTS, "dst": LAYOUTS,
-        "src_page": [1, 3, 16], "dst_page": [1, 3, 16], "src_slots": (48, 48), "dst_slots": (96, 96),
-        "slot": ["i32", "i64"], "dtype": ["bf16", "e4m3", "fp32"], "mla": [False, True],
-        "order": ("random", "runs", "pages"), "values": ("valid", "skip", "edge", "extreme"),
+        "n": (0, 60),
+        "num_layers": (1, 4),
+        "heads": (1, 3),
+        "head_dim": [8, 16, 24],
+        "src": LAYOUTS,
+        "dst": LAYOUTS,
+        "src_page": [1, 3, 16],
+        "dst_page": [1, 3, 16],
+        "src_slots": (48, 48),
+        "dst_slots": (96, 96),
+        "slot": ["i32", "i64"],
+        "dtype": ["bf16", "e4m3", "fp32"],
+        "mla": [False, True],
+        "order": ("random", "runs", "pages"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(
         {
             "n": Wide(PAIRS, {**FEW, "src_slots": room_for("n"), "dst_slots": room_for("n")}),
             "src_slots": Wide(SLOTS, {**FEW, "n": MANY, "dst_slots": 4_800}, PAGES),
             "dst_slots": Wide(SLOTS, {**FEW, "n": MANY, "src_slots": 4_800}, PAGES),
-            "num_layers": Wide(HEADS), "heads": Wide(HEADS), "head_dim": Wide([512, 1024]),
+            "num_layers": Wide(HEADS),
+            "heads": Wide(HEADS),
+            "head_dim": Wide([512, 1024]),
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
         {"n": (9, 40), "src": LAYOUTS[:3], "dst": LAYOUTS[:3]},
     ),
-)  # fmt: skip
+)

@@ -100,7 +100,8 @@ PROOF = Proof(
         ),
         *FP8_SAMPLES,
         Sample(
-            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
+            "e4m3-paged-pairs",
+            {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
             "feature:fp8_e4m3",
         ),
     ),
@@ -129,11 +130,12 @@ PROOF = Proof(
         {
             **{
                 name: replace(w, beside={x: r for x, r in w.beside.items() if x in _TAKEN})
-                for name, w in FRESH.wide.items() if name in _TAKEN
+                for name, w in FRESH.wide.items()
+                if name in _TAKEN
             },
             "n": Wide(TOKENS, {"kv_heads": 1, "head_dim": 64, "slots": room_for("n")}),
         },
         lambda p: 2 * p["head_dim"] * p["kv_heads"] * (p["n"] + p["slots"]),
         FRESH.beside,
     ),
-)  # fmt: skip
+)

@@ -29,7 +29,7 @@ from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.spec import Proof, Sample
 
 
-def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
+def join_rows(cache: Tensor, lora: Want, rope: Want) -> Want:
     """What a cache of joint rows must hold, from what its parts must."""
 
     def whole(a: Tensor, b: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def joined(cache: Tensor, lora: Want, rope: Want) -> Want:
 
 def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     want = KV_WRITE.oracle(as_kv_write(a))
-    return {"kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"])}
+    return {"kv_cache": join_rows(a["kv_cache"], want["v_cache"], want["k_cache"])}
 
 
 def make_rows(
@@ -151,7 +151,8 @@ PROOF = Proof(
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
         *FP8_SAMPLES,
         Sample(
-            "e4m3-deepseek", {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
+            "e4m3-deepseek",
+            {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
             "feature:fp8_e4m3",
         ),
     ),
@@ -174,9 +175,17 @@ PROOF = Proof(
         _bad_fp8("scale-zero", kv_scale=0.0),
     ),
     ragged={
-        "n": (0, 80), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": DTYPES, "slot": ("i32", "i64"),
-        "cache": FORMS, "page_size": [1, 3, 16], "slots": (96, 96), "cache_view": ("plain", "padded"),
-        "rows": ("separate", "fused", "misaligned", "heads"), "values": ("valid", "skip", "edge", "extreme"),
+        "n": (0, 80),
+        "lora_dim": [64, 128],
+        "rope_dim": [32, 64],
+        "dtype": DTYPES,
+        "slot": ("i32", "i64"),
+        "cache": FORMS,
+        "page_size": [1, 3, 16],
+        "slots": (96, 96),
+        "cache_view": ("plain", "padded"),
+        "rows": ("separate", "fused", "misaligned", "heads"),
+        "values": ("valid", "skip", "edge", "extreme"),
     },
     fresh=Fresh(FRESH_ROWS, lambda p: (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"]), {"n": (9, 40)}),
-)  # fmt: skip
+)

@@ -24,7 +24,7 @@ from hal.ops.proofs.inputs import (
     some_slots,
 )
 from hal.ops.proofs.judge import Want
-from hal.ops.proofs.mla_kv_write import DEEPSEEK, FORMS, FRESH_ROWS, joined, make_cache, make_rows, make_scale
+from hal.ops.proofs.mla_kv_write import DEEPSEEK, FORMS, FRESH_ROWS, join_rows, make_cache, make_rows, make_scale
 from hal.ops.proofs.rope_kv_write import FP8_SAMPLES
 from hal.ops.rope_kv_write import SPEC as ROPE
 from hal.ops.spec import Proof, Sample
@@ -37,7 +37,7 @@ def oracle(a: Mapping[str, Any]) -> dict[str, Want]:
     return {
         "q_rope": want["q"],
         "k_rope": Want(k.named.view(shape), flat),
-        "kv_cache": joined(a["kv_cache"], want["v_cache"], want["k_cache"]),
+        "kv_cache": join_rows(a["kv_cache"], want["v_cache"], want["k_cache"]),
     }
 
 
@@ -128,13 +128,15 @@ PROOF = Proof(
         Sample("far-slots", {"cache_view": "far", "slots": 6, "n": 6}, large=True),
         *(Sample(f"interleaved-{d}", {"interleaved": True, "dtype": d}, "feature:interleaved") for d in DTYPES),
         Sample(
-            "interleaved-deepseek", {"interleaved": True, **DEEPSEEK, "rows": "fused", "cache": "paged", "n": 20},
+            "interleaved-deepseek",
+            {"interleaved": True, **DEEPSEEK, "rows": "fused", "cache": "paged", "n": 20},
             "feature:interleaved",
         ),
         *FP8_SAMPLES,
         Sample("e4m3-keep-k", {"cache_dtype": "e4m3", "write_k": False, "n": 20, "scale": "float"}, "feature:fp8_e4m3"),
         Sample(
-            "e4m3-deepseek", {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
+            "e4m3-deepseek",
+            {**DEEPSEEK, "cache_dtype": "e4m3", "cache": "paged", "scale": "float", "n": 20},
             "feature:fp8_e4m3",
         ),
     ),
@@ -161,19 +163,33 @@ PROOF = Proof(
         _bad("write-k-a-number", write_k=1),
     ),
     ragged={
-        "n": (0, 80), "q_heads": (1, 9), "lora_dim": [64, 128], "rope_dim": [32, 64], "dtype": DTYPES,
-        "position": ("i32", "i64"), "slot": ("i32", "i64"), "cache": FORMS, "page_size": [1, 3, 16], "slots": (96, 96),
-        "cache_view": ("plain", "padded"), "rows": ("separate", "fused", "misaligned", "heads"),
-        "values": ("valid", "skip", "edge", "extreme"), "position_values": ("valid", "edge", "extreme"),
+        "n": (0, 80),
+        "q_heads": (1, 9),
+        "lora_dim": [64, 128],
+        "rope_dim": [32, 64],
+        "dtype": DTYPES,
+        "position": ("i32", "i64"),
+        "slot": ("i32", "i64"),
+        "cache": FORMS,
+        "page_size": [1, 3, 16],
+        "slots": (96, 96),
+        "cache_view": ("plain", "padded"),
+        "rows": ("separate", "fused", "misaligned", "heads"),
+        "values": ("valid", "skip", "edge", "extreme"),
+        "position_values": ("valid", "edge", "extreme"),
     },
     fresh=Fresh(
         {
             **{name: replace(w, beside={"q_heads": (1, 2), **w.beside}) for name, w in FRESH_ROWS.items()},
             "n": Wide(ROTATED, {"q_heads": (1, 2), "lora_dim": 64, "rope_dim": 32, "slots": room_for("n")}),
-            "max_positions": Wide(ROWS, {"n": MANY, "rope_dim": 32}), "q_heads": Wide(HEADS),
+            "max_positions": Wide(ROWS, {"n": MANY, "rope_dim": 32}),
+            "q_heads": Wide(HEADS),
         },
-        lambda p: p["n"] * p["q_heads"] * p["rope_dim"] + (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"])
-        + 32 * p.get("max_positions", 0),
+        lambda p: (
+            p["n"] * p["q_heads"] * p["rope_dim"]
+            + (p["n"] + p["slots"]) * (p["lora_dim"] + p["rope_dim"])
+            + 32 * p.get("max_positions", 0)
+        ),
         {"n": (9, 40)},
     ),
-)  # fmt: skip
+)

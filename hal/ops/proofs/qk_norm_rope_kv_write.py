@@ -62,7 +62,8 @@ PROOF = Proof(
     samples=(
         *(
             replace(s, control="one") if s.name == "no-positions" else s
-            for s in ROPE.samples if not s.name.startswith(_SKIP)
+            for s in ROPE.samples
+            if not s.name.startswith(_SKIP)
         ),
         Sample("qwen3-0.6b", {"q_heads": 16, "kv_heads": 8, "head_dim": 128, "n": 3, "cache": "paged"}),
         *(Sample(f"weight-fp32-{d}", {"dtype": d, "weight": "fp32"}) for d in ("fp16", "bf16")),
@@ -86,4 +87,4 @@ PROOF = Proof(
     ),
     ragged={**ROPE.ragged, "eps": [1e-6, 1e-5, 0.1]},
     fresh=FRESH,
-)  # fmt: skip
+)

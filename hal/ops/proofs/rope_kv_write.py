@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.ops._torch import in_range, slots_of
+from hal.kv.view import count_slots
+from hal.ops._torch import in_range
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, ROTATED, ROWS, SLOTS, Fresh, Wide, room_for
 from hal.ops.proofs.inputs import (
     DTYPES,
@@ -89,7 +90,7 @@ def sum_terms(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def want_of_rows(cache: Tensor, slots: Tensor, valid: Tensor, rows: Tensor, slack: Tensor | None) -> Want:
     """What a cache must hold after ``cache[slots] = rows``: one candidate for each time a slot comes again."""
-    size = slots_of(cache)
+    size = count_slots(cache)
     flat = (size, *cache.shape[-2:])
     named = _host.zeros(flat, dtype=torch.bool)
     rounds: list[tuple[list[int], list[int]]] = []
@@ -218,13 +219,16 @@ FRESH = Fresh(
         "n": Wide(ROTATED, {**_FEW, "slots": room_for("n")}),
         "slots": Wide(SLOTS, {**_FEW, "n": MANY, "cache": ("slots", "paged")}, PAGES),
         "max_positions": Wide(ROWS, {**_FEW, "n": MANY}),
-        "q_heads": Wide(HEADS), "kv_heads": Wide(HEADS),
+        "q_heads": Wide(HEADS),
+        "kv_heads": Wide(HEADS),
         "page_size": Wide([64, 128, 256], {"cache": "paged", "slots": 1024, "n": MANY}),
     },
-    lambda p: p["head_dim"] * (p["n"] * (p["q_heads"] + 2 * p["kv_heads"]) + 2 * p["slots"] * p["kv_heads"])
-    + 32 * p.get("max_positions", 0),
+    lambda p: (
+        p["head_dim"] * (p["n"] * (p["q_heads"] + 2 * p["kv_heads"]) + 2 * p["slots"] * p["kv_heads"])
+        + 32 * p.get("max_positions", 0)
+    ),
     {"n": (9, 40)},
-)  # fmt: skip
+)
 
 
 FP8_SAMPLES = tuple(
@@ -234,7 +238,7 @@ FP8_SAMPLES = tuple(
 ) + tuple(
     Sample(f"{c}-specials", {"cache_dtype": c, "specials": True, "n": 9, "scale": "float"}, f"feature:fp8_{c}")
     for c in ("e4m3", "e5m2")
-)  # fmt: skip
+)
 
 
 PROOF = Proof(
@@ -294,7 +298,8 @@ PROOF = Proof(
         Sample("rotary-20-of-80", {"head_dim": 80, "rotary_dim": 20}, "feature:any_head_dim"),
         *FP8_SAMPLES,
         Sample(
-            "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
+            "e4m3-paged-pairs",
+            {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs", "n": 20},
             "feature:fp8_e4m3",
         ),
         Sample("e4m3-keep-k", {"cache_dtype": "e4m3", "write_k": False, "n": 20, "scale": "float"}, "feature:fp8_e4m3"),
@@ -310,8 +315,7 @@ PROOF = Proof(
         _bad("q-expanded", q=lambda: _host.zeros(1, 4, 64, dtype=torch.bfloat16).expand(3, 4, 64)),
         _bad("v-other-heads", v=lambda: _host.zeros(3, 3, 64, dtype=torch.bfloat16)),
         _bad(
-            "v-expanded-and-strided",
-            v=lambda: _host.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2],
+            "v-expanded-and-strided", v=lambda: _host.zeros(1, 2, 128, dtype=torch.bfloat16).expand(3, 2, 128)[..., ::2]
         ),
         _bad("v-missing", v=None),
         _bad("rotary-odd", cos_sin_cache=lambda: _host.zeros(50, 63)),
@@ -338,11 +342,20 @@ PROOF = Proof(
         _bad("interleaved-text", interleaved="yes"),
     ),
     ragged={
-        "n": (0, 80), "q_heads": (1, 9), "kv_heads": (1, 5), "head_dim": [64, 128], "dtype": DTYPES,
-        "position": ("i32", "i64"), "slot": ("i32", "i64"), "cache": ("none", "slots", "paged"),
-        "page_size": [1, 3, 16], "slots": (96, 96), "qkv": ("separate", "fused", "misaligned"),
-        "cache_view": ("plain", "pairs", "padded"), "values": ("valid", "skip", "edge", "extreme"),
+        "n": (0, 80),
+        "q_heads": (1, 9),
+        "kv_heads": (1, 5),
+        "head_dim": [64, 128],
+        "dtype": DTYPES,
+        "position": ("i32", "i64"),
+        "slot": ("i32", "i64"),
+        "cache": ("none", "slots", "paged"),
+        "page_size": [1, 3, 16],
+        "slots": (96, 96),
+        "qkv": ("separate", "fused", "misaligned"),
+        "cache_view": ("plain", "pairs", "padded"),
+        "values": ("valid", "skip", "edge", "extreme"),
         "position_values": ("valid", "edge", "extreme"),
     },
     fresh=FRESH,
-)  # fmt: skip
+)

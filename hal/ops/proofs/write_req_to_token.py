@@ -100,15 +100,21 @@ PROOF = Proof(
         _bad("lengths-disagree", end_offsets=lambda: _host.ones(4, dtype=torch.int64)),
     ),
     ragged={
-        "bs": (0, 300), "requests": (1, 40), "width": (1, 200), "longest": (0, 200), "slack": (-50, 50),
-        "index": ("i32", "i64"), "offsets": ("i32", "i64"), "src": ("i32", "i64"), "view": ("plain", "strided"),
-        "values": ("valid", "skip", "negative", "edge", "extreme"), "slots": ("valid", "skip", "extreme"),
+        "bs": (0, 300),
+        "requests": (1, 40),
+        "width": (1, 200),
+        "longest": (0, 200),
+        "slack": (-50, 50),
+        "index": ("i32", "i64"),
+        "offsets": ("i32", "i64"),
+        "src": ("i32", "i64"),
+        "view": ("plain", "strided"),
+        "values": ("valid", "skip", "negative", "edge", "extreme"),
+        "slots": ("valid", "skip", "extreme"),
     },
     # Few requests share a row: each that does is another candidate.
     fresh=replace(
         FRESH,
-        wide={
-            **FRESH.wide, "bs": Wide(REQUESTS, {"requests": (30_000, 40_000), "width": (8, 12), "longest": (1, 8)}),
-        },
+        wide={**FRESH.wide, "bs": Wide(REQUESTS, {"requests": (30_000, 40_000), "width": (8, 12), "longest": (1, 8)})},
     ),
-)  # fmt: skip
+)

@@ -115,10 +115,20 @@ def test_every_op_is_inspected() -> None:
 
 
 ROW = {
-    "op": "o", "case": "c", "dma_per_token": 2.0, "bytes_moved": 100, "ub_bits": 800, "ub_available": 1000,
-    "scalar_gathers": 0, "rmw_stores": 0, "int64_vectors": 0, "scalar_accesses": 0, "bytes_needed": 100,
-    "targets": {"Ascend910B3": "codegen"}, "verdict": "ok",
-}  # fmt: skip
+    "op": "o",
+    "case": "c",
+    "dma_per_token": 2.0,
+    "bytes_moved": 100,
+    "ub_bits": 800,
+    "ub_available": 1000,
+    "scalar_gathers": 0,
+    "rmw_stores": 0,
+    "int64_vectors": 0,
+    "scalar_accesses": 0,
+    "bytes_needed": 100,
+    "targets": {"Ascend910B3": "codegen"},
+    "verdict": "ok",
+}
 
 
 @pytest.mark.parametrize("cost", inspect.COSTS)
@@ -168,10 +178,14 @@ def test_an_inspection_stands_for_one_of_the_same_code(tmp_path: Path) -> None:
     kept = ("tests/backends/ascend/inspect.json", "hal/backends/ascend/rope_kv_write.py", "hal/lowered/lint.py")
     assert set(kept) <= now["files"].keys()
     for change, says in (
-        ({}, ""), ({"chip": "Ascend950"}, "chip: was Ascend950"), ({"python": "3.10"}, "python: was 3.10"),
-        ({"versions": "triton-ascend 3.1.0"}, "versions: was triton-ascend 3.1.0"), ({"files": {}}, "is not what was"),
-        ({"files": now["files"] | {kept[1]: "0"}}, f"judged: {kept[1]}"), ({"files": None}, "TypeError"),
-    ):  # fmt: skip
+        ({}, ""),
+        ({"chip": "Ascend950"}, "chip: was Ascend950"),
+        ({"python": "3.10"}, "python: was 3.10"),
+        ({"versions": "triton-ascend 3.1.0"}, "versions: was triton-ascend 3.1.0"),
+        ({"files": {}}, "is not what was"),
+        ({"files": now["files"] | {kept[1]: "0"}}, f"judged: {kept[1]}"),
+        ({"files": None}, "TypeError"),
+    ):
         proven.write_text(json.dumps(now | change))
         why = "; ".join(ascend_inspect.differences(proven, now))
         assert says in why

@@ -190,12 +190,12 @@ linalg.yield %3 : f32"""
     ],
 )
 def test_the_innermost_loop_of_a_product_is_over_what_lies_together(order: str, dims: str, kinds: str) -> None:
-    lines = loops.ordered(PRODUCT.replace("ORDER", order)).splitlines()
+    lines = loops.order_loops(PRODUCT.replace("ORDER", order)).splitlines()
     said = ", ".join(f"affine_map<{dims} -> {results}>" for results in ("(d0, d2)", order, "(d0, d1)"))
     assert lines[3] == f"linalg.generic {{indexing_maps = [{said}], iterator_types = [{kinds}]}} ins()"
     assert lines[5] == "%3 = arith.addf %out, %2 fastmath<reassoc> : f32"
     indexed = PRODUCT.replace("BODY", "linalg.index 1 : index")
-    assert loops.ordered(indexed).splitlines()[3] == PRODUCT.splitlines()[3]
+    assert loops.order_loops(indexed).splitlines()[3] == PRODUCT.splitlines()[3]
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,90 +73,74 @@ def only_pluggy(tmp_path_factory: pytest.TempPathFactory) -> None:
     PLUGGY[:] = [_pluggy(tmp_path_factory.mktemp("pluggy"))]
 
 
-@pytest.fixture
-def ascend(tmp_path: Path) -> Path:
+def ascend(folder: Path) -> None:
     """triton-ascend as it should be."""
-    package(tmp_path, "triton", "", None, "backends/ascend")
-    distribution(tmp_path, "triton-ascend", "3.2.0")
-    return tmp_path
+    package(folder, "triton", "", None, "backends/ascend")
+    distribution(folder, "triton-ascend", "3.2.0")
 
 
 def torch_is(folder: Path, cuda: str | None = None, available: bool = True, count: int = 8) -> None:
     package(folder, "torch", TORCH.format(cuda=cuda, npu=NPU.format(available=available, count=count)), "2.13.0")
 
 
-def test_all_there(ascend: Path) -> None:
-    torch_is(ascend)
-    package(ascend, "torch_npu", "", "2.13.0")
-    assert probe(ascend) == "None"
+def npu(folder: Path, source: str = "") -> None:
+    package(folder, "torch_npu", source, "2.13.0")
 
 
-def test_no_triton_ascend(tmp_path: Path) -> None:
-    assert probe(tmp_path).startswith("triton-ascend is not installed: pip install triton-ascend==3.2.0")
+def torch_with(folder: Path, attributes: str) -> None:
+    package(folder, "torch", TORCH.format(cuda=None, npu=attributes), "2.13.0")
 
 
-def test_triton_over_triton_ascend(tmp_path: Path) -> None:
-    package(tmp_path, "triton", "", "3.6.0", "backends/nvidia")
-    distribution(tmp_path, "triton-ascend", "3.2.0")
-    said = probe(tmp_path)
-    assert said.startswith("the package triton here is not triton-ascend's (triton 3.6.0 is installed)")
-    assert "pip uninstall -y triton triton-ascend && pip install triton-ascend==3.2.0" in said
+def other_triton(folder: Path) -> None:
+    package(folder, "triton", "", "3.6.0", "backends/nvidia")
+    distribution(folder, "triton-ascend", "3.2.0")
 
 
-def test_triton_ascend_over_triton(ascend: Path) -> None:
-    distribution(ascend, "triton", "3.6.0")
-    assert probe(ascend).startswith("triton and triton-ascend are both installed, and share one folder")
+NO_CANN, NO_AUTOLOAD = "libhccl.so: cannot open shared object file", "Failed to load the backend extension: torch_npu."
+SHARED = "triton and triton-ascend are both installed, and share one folder"
+OTHERS = "the package triton here is not triton-ascend's (triton 3.6.0 is installed)"
+REINSTALL = "pip uninstall -y triton triton-ascend && pip install triton-ascend==3.2.0"
+GONE = "triton-ascend 3.2.0 is installed but its package triton is gone"
+FAILS = "`import torch` fails while it loads torch_npu (Failed to load the backend extension"
+SILENCE = "torch_npu loaded but its driver does not answer"
 
 
-def test_triton_folder_gone(tmp_path: Path) -> None:
-    distribution(tmp_path, "triton-ascend", "3.2.0")
-    assert probe(tmp_path).startswith("triton-ascend 3.2.0 is installed but its package triton is gone")
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([], ["triton-ascend is not installed: pip install triton-ascend==3.2.0"]),
+        ([other_triton], [OTHERS, REINSTALL]),
+        ([lambda d: distribution(d, "triton-ascend", "3.2.0")], [GONE]),
+        ([ascend, torch_is, npu], ["None"]),
+        ([ascend, lambda d: distribution(d, "triton", "3.6.0")], [SHARED]),
+        ([ascend, torch_is], ["torch_npu is not installed"]),
+        (
+            [ascend, torch_is, lambda d: npu(d, f"raise ImportError({NO_CANN!r})")],
+            ["torch_npu is installed but does not load (libhccl.so", "set_env.sh"],
+        ),
+        (
+            [ascend, lambda d: package(d, "torch", f"raise RuntimeError({NO_AUTOLOAD!r})", "2.13.0"), npu],
+            [FAILS, "TORCH_DEVICE_BACKEND_AUTOLOAD=0"],
+        ),
+        ([ascend, lambda d: torch_is(d, available=False, count=0), npu], ["no NPU: torch_npu sees none"]),
+        ([ascend, lambda d: torch_is(d, count=0), npu], ["no NPU: torch_npu sees none"]),
+        ([ascend, lambda d: torch_with(d, SILENT), npu], [f"{SILENCE} (dcmi timed out)"]),
+        ([ascend, lambda d: torch_with(d, ""), npu], [SILENCE]),
+    ],
+)
+def test_state(tmp_path: Path, steps: list[Callable[[Path], None]], said: list[str]) -> None:
+    for step in steps:
+        step(tmp_path)
+    found = probe(tmp_path)
+    assert found.startswith(said[0])
+    assert all(words in found for words in said)
 
 
-def test_no_torch_npu(ascend: Path) -> None:
-    torch_is(ascend)
-    assert probe(ascend).startswith("torch_npu is not installed")
-
-
-def test_torch_npu_without_cann(ascend: Path) -> None:
-    torch_is(ascend)
-    package(ascend, "torch_npu", "raise ImportError('libhccl.so: cannot open shared object file')", "2.13.0")
-    said = probe(ascend)
-    assert said.startswith("torch_npu is installed but does not load (libhccl.so")
-    assert "set_env.sh" in said
-
-
-def test_import_torch_fails_for_torch_npu(ascend: Path) -> None:
-    package(ascend, "torch", "raise RuntimeError('Failed to load the backend extension: torch_npu.')", "2.13.0")
-    package(ascend, "torch_npu", "", "2.13.0")
-    said = probe(ascend)
-    assert said.startswith("`import torch` fails while it loads torch_npu (Failed to load the backend extension")
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
-
-
-def test_cuda_torch_beside_torch_npu(ascend: Path) -> None:
-    torch_is(ascend, cuda="13.0")
-    package(ascend, "torch_npu", "raise SystemExit('imported beside a CUDA torch')", "2.13.0")
-    assert "is a CUDA build; torch_npu and it can't share a process" in probe(ascend)
-
-
-@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 0)])
-def test_no_device(ascend: Path, available: bool, count: int) -> None:
-    torch_is(ascend, available=available, count=count)
-    package(ascend, "torch_npu", "", "2.13.0")
-    assert probe(ascend).startswith("no NPU: torch_npu sees none")
-
-
-def test_a_driver_that_does_not_answer(ascend: Path) -> None:
-    package(ascend, "torch", TORCH.format(cuda=None, npu=SILENT), "2.13.0")
-    package(ascend, "torch_npu", "", "2.13.0")
-    assert probe(ascend).startswith("torch_npu loaded but its driver does not answer (dcmi timed out)")
-
-
-def test_a_torch_npu_that_adds_nothing(ascend: Path) -> None:
-    package(ascend, "torch", TORCH.format(cuda=None, npu=""), "2.13.0")
-    package(ascend, "torch_npu", "", "2.13.0")
-    assert probe(ascend).startswith("torch_npu loaded but its driver does not answer")
+def test_cuda_torch_beside_torch_npu(tmp_path: Path) -> None:
+    ascend(tmp_path)
+    torch_is(tmp_path, cuda="13.0")
+    npu(tmp_path, "raise SystemExit('imported beside a CUDA torch')")
+    assert "is a CUDA build; torch_npu and it can't share a process" in probe(tmp_path)
 
 
 # --- the lowered lane ---
@@ -164,9 +150,7 @@ def installed(folder: Path, *without: str, **versions: str) -> None:
     """The distributions that the lane needs, as a path of their own."""
     for name, version in {**{n: v or "9.9" for n, v in toolchain.NEEDED.items()}, **versions}.items():
         if name not in without:
-            info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            distribution(folder, name, version)
     (folder / "triton/backends/ascend").mkdir(parents=True)
     (folder / "triton/__init__.py").write_text("")
 
@@ -192,27 +176,19 @@ def test_a_tool_is_missing(elsewhere: Path, name: str) -> None:
     assert said.startswith(f"{name} is not installed; in a virtual environment of its own: pip install torch")
 
 
-def test_a_tool_of_another_version(elsewhere: Path) -> None:
-    installed(elsewhere, **{"ascendnpu-ir": "1.3.0"})
-    said = toolchain.missing()
-    assert said is not None
-    assert said.startswith("ascendnpu-ir 1.3.0 is installed, the lane is proven with 1.2.0")
-
-
-def test_triton_over_the_tools(elsewhere: Path) -> None:
-    installed(elsewhere)
-    (elsewhere / "triton/backends/ascend").rmdir()
-    said = toolchain.missing()
-    assert said is not None
-    assert said.startswith("the folder of the package triton belongs to triton")
-
-
-def test_the_package_triton_is_gone(elsewhere: Path) -> None:
-    installed(elsewhere)
-    (elsewhere / "triton/__init__.py").unlink()
-    said = toolchain.missing()
-    assert said is not None
-    assert said.startswith("triton-ascend is installed but the package triton is not importable")
+@pytest.mark.parametrize(
+    ("versions", "without", "said"),
+    [
+        ({"ascendnpu-ir": "1.3.0"}, "", "ascendnpu-ir 1.3.0 is installed, the lane is proven with 1.2.0"),
+        ({}, "triton/backends/ascend", "the folder of the package triton belongs to triton"),
+        ({}, "triton", "triton-ascend is installed but the package triton is not importable"),
+    ],
+)
+def test_other_tools(elsewhere: Path, versions: dict[str, str], without: str, said: str) -> None:
+    installed(elsewhere, **versions)
+    if without:
+        shutil.rmtree(elsewhere / without)
+    assert (toolchain.missing() or "").startswith(said)
 
 
 def test_without_the_tools_the_lane_says_so(elsewhere: Path) -> None:

@@ -74,10 +74,16 @@ def test_with_the_matrix_unit_and_without(op: str, tiles: bool, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("sample", "online"),
     [
-        ("fp32", True), ("llama3-8b-bf16", True), ("head-dim-80", True), ("head-dim-72", False), ("mla-fp32", True),
-        ("mla-128-heads", False), ("logit-cap-fp32", False), ("e5m2-bf16-scale-none", False),
+        ("fp32", True),
+        ("llama3-8b-bf16", True),
+        ("head-dim-80", True),
+        ("head-dim-72", False),
+        ("mla-fp32", True),
+        ("mla-128-heads", False),
+        ("logit-cap-fp32", False),
+        ("e5m2-bf16-scale-none", False),
     ],
-)  # fmt: skip
+)
 def test_who_does_what(sample: str, online: bool) -> None:
     a = get_spec("decode_attention").make(**params("decode_attention", sample))
     assert _online.fits(a["q"], a["k_cache"], a["v_cache"], a["logit_cap"]) == online

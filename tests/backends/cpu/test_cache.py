@@ -34,9 +34,13 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), repr(num
 
 def _run(cache: Path, **env: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=600,
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
         env={**os.environ, "HAL_CACHE_DIR": str(cache), **env},
-    )  # fmt: skip
+    )
     return done.stdout.split()
 
 

@@ -47,7 +47,11 @@ sys.exit(status if status >= 0 else 100 - status)
 @pytest.mark.parametrize("op", ["decode_attention", "extend_attention"])
 def test_attention_after_a_fork(op: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, op], capture_output=True, text=True, timeout=900, check=False,
+        [sys.executable, "-c", SCRIPT, op],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])

@@ -23,7 +23,7 @@ from hal.backends.cpu._bits import shift, store
 from hal.backends.cpu._jit import Kernel
 from hal.backends.cpu._team import peek, take
 from hal.ops import get_spec
-from hal.ops.kv_transfer import stacked
+from hal.ops.kv_transfer import stack_layers
 from hal.ops.proofs.judge import right_any
 
 
@@ -34,7 +34,7 @@ def _right(op: str, **params: Any) -> None:
     ours(op)(**args)
     for name, want in wants.items():
         for half, one in (want.fields or {"": want}).items():
-            got = stacked(getattr(args[name], half)) if half else args[name]
+            got = stack_layers(getattr(args[name], half)) if half else args[name]
             assert bool(right_any(got, one).all()), f"{name}.{half}"
 
 

@@ -21,9 +21,15 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 USUAL = {
-    "bs": 5, "longest": 900, "slots": 4800, "head_dim": 128, "kv_heads": 8, "q_heads": 32, "cache_dtype": "e4m3",
+    "bs": 5,
+    "longest": 900,
+    "slots": 4800,
+    "head_dim": 128,
+    "kv_heads": 8,
+    "q_heads": 32,
+    "cache_dtype": "e4m3",
     "dtype": "bf16",
-}  # fmt: skip
+}
 FORMS: tuple[dict[str, Any], ...] = (
     {},
     {"cache_dtype": "e5m2", "lse": False},

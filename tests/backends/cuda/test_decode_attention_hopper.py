@@ -19,9 +19,16 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 USUAL = {
-    "bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 128,
-    "cache_view": "shared", "dtype": "bf16",
-}  # fmt: skip
+    "bs": 5,
+    "longest": 900,
+    "slots": 4800,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "kv_heads": 1,
+    "q_heads": 128,
+    "cache_view": "shared",
+    "dtype": "bf16",
+}
 
 
 def made(**change: Any) -> dict[str, Any]:

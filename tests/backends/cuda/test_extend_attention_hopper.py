@@ -43,14 +43,23 @@ FP8: dict[str, dict[str, Any]] = {
     "e4m3": {"cache_dtype": "e4m3", "scales": "tensor"},
     "e5m2-absent": {"cache_dtype": "e5m2", "values": "skip", "index": "i64"},
     "e4m3-absent-window-paged": {
-        "cache_dtype": "e4m3", "values": "skip", "sliding_window": 140, "cache": "paged", "cache_view": "pairs",
+        "cache_dtype": "e4m3",
+        "values": "skip",
+        "sliding_window": 140,
+        "cache": "paged",
+        "cache_view": "pairs",
     },
     "e5m2-cap-window-fp16": {
-        "cache_dtype": "e5m2", "dtype": "fp16", "logit_cap": 3.0, "loud": 4.0, "sliding_window": 100, "scales": "float",
+        "cache_dtype": "e5m2",
+        "dtype": "fp16",
+        "logit_cap": 3.0,
+        "loud": 4.0,
+        "sliding_window": 100,
+        "scales": "float",
         "lse": False,
     },
     "e4m3-group-of-7": {"cache_dtype": "e4m3", "q_heads": 14, "kv_heads": 2, "longest": 40},
-}  # fmt: skip
+}
 FORMS |= FP8
 LOUD = ((3e38, 1e-38), (1e-38, 1e38), (1e-40, 1e38), (3e4, 1e-4), (1.0, 0.1))
 """A magnitude of queries, and a scale by which logits are of none."""

@@ -30,10 +30,17 @@ HEADS = {"head_dim": 128, "kv_heads": 4, "q_heads": 32, "longest": 900, "slots":
 
 @pytest.mark.parametrize(
     ("change", "keys"),
-    [({"bs": 2}, 128), ({"bs": 3}, 64), ({"bs": 2, "kv_heads": 8}, 64), ({"bs": 8, "kv_heads": 1, "q_heads": 16}, 128),
-     ({"bs": 1, "kv_heads": 1}, 64), ({"bs": 1, "head_dim": 64}, 64), ({"bs": 1, "kv_heads": 16}, 64)],
+    [
+        ({"bs": 2}, 128),
+        ({"bs": 3}, 64),
+        ({"bs": 2, "kv_heads": 8}, 64),
+        ({"bs": 8, "kv_heads": 1, "q_heads": 16}, 128),
+        ({"bs": 1, "kv_heads": 1}, 64),
+        ({"bs": 1, "head_dim": 64}, 64),
+        ({"bs": 1, "kv_heads": 16}, 64),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_decode_attention_s_tile_for_small_batches_on_hopper(change: dict[str, int], keys: int) -> None:
     from hal.backends.cuda import decode_attention, inspect
 

@@ -102,10 +102,12 @@ def run_in_processes(backend: str, devices: tuple[str, str], cache: Path) -> lis
     children = [
         subprocess.Popen(
             [sys.executable, "-c", f"{script}print(json.dumps(t.judge_all({backend!r}, {device!r})))"],
-            env=environment, stdout=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for device in devices
-    ]  # fmt: skip
+    ]
     said = [c.communicate(timeout=600)[0] for c in children]
     assert [c.returncode for c in children] == [0, 0]
     return [json.loads(text.splitlines()[-1]) for text in said]

@@ -108,9 +108,7 @@ class _Memory:
     """Memory of a device for whoever reads CUDA's array interface."""
 
     def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3
-        }  # fmt: skip
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _bytes(address: int, size: int, device: str) -> Tensor:

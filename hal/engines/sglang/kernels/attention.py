@@ -50,9 +50,17 @@ def decode_attention_fwd(
     _plain(name, xai_temperature_len, score_mod, aux_tensors)
     bs, lse = q.shape[0], room_for(q, sinks)
     hal.decode_attention(
-        q, k_buffer, v_buffer, kv_indptr[: bs + 1], kv_indices, o, lse, scale=sm_scale, logit_cap=logit_cap,
+        q,
+        k_buffer,
+        v_buffer,
+        kv_indptr[: bs + 1],
+        kv_indices,
+        o,
+        lse,
+        scale=sm_scale,
+        logit_cap=logit_cap,
         **_scales(name, q, k_buffer, k_scale, v_scale),
-    )  # fmt: skip
+    )
     join_sinks(o, lse, sinks)
 
 
@@ -60,9 +68,16 @@ decode_attention_fwd_normal = decode_attention_fwd_grouped = decode_attention_fw
 
 
 def context_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_input_len: int,
-    is_causal: bool = True, sm_scale: float | None = None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    b_start_loc: Tensor,
+    b_seq_len: Tensor,
+    max_input_len: int,
+    is_causal: bool = True,
+    sm_scale: float | None = None,
+) -> None:
     """Attention of whole prompts over themselves, into o; q, k, v ``[n, heads, dim]``, one prompt after another."""
     indptr = torch.cat([b_start_loc, (b_start_loc + b_seq_len)[-1:]]).to(torch.int64)
     rows = torch.arange(q.shape[0], dtype=torch.int64, device=q.device)
@@ -116,10 +131,19 @@ def extend_attention_fwd_unified(
     _check_mask(name, custom_mask, mask_indptr, sliding_window_size)
     lse = room_for(q, sinks)
     _attend(
-        (q, k_buffer, v_buffer), (qo_indptr, kv_indptr, kv_indices), o, lse,
-        custom_mask, mask_indptr, False, scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, causal=is_causal,
-        sliding_window=sliding_window_size, logit_cap=logit_cap, **_scales(name, q, k_buffer, k_scale, v_scale),
-    )  # fmt: skip
+        (q, k_buffer, v_buffer),
+        (qo_indptr, kv_indptr, kv_indices),
+        o,
+        lse,
+        custom_mask,
+        mask_indptr,
+        False,
+        scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        causal=is_causal,
+        sliding_window=sliding_window_size,
+        logit_cap=logit_cap,
+        **_scales(name, q, k_buffer, k_scale, v_scale),
+    )
     join_sinks(o, lse, sinks)
 
 
@@ -201,9 +225,18 @@ def extend_attention_fwd(
     indices = torch.empty(cached + n, dtype=torch.int64, device=qo.device)
     indices[torch.cat([old, fresh])] = count(cached + n)
     _attend(
-        (q_extend, k, v), (qo, kv + qo, indices), o_extend, lse, custom_mask, mask_indptr, skip_prefix_custom_mask,
-        causal=is_causal, sliding_window=sliding_window_size, **options, **scales,
-    )  # fmt: skip
+        (q_extend, k, v),
+        (qo, kv + qo, indices),
+        o_extend,
+        lse,
+        custom_mask,
+        mask_indptr,
+        skip_prefix_custom_mask,
+        causal=is_causal,
+        sliding_window=sliding_window_size,
+        **options,
+        **scales,
+    )
     _sink(o_extend, lse, sinks)
 
 
@@ -235,9 +268,15 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *into: Tenso
 
 
 def _attend(
-    tensors: tuple[Tensor, Tensor, Tensor], lists: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None,
-    mask: Tensor | None, mask_indptr: Tensor | None, skip_prefix: bool, **options: Any,
-) -> None:  # fmt: skip
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    mask: Tensor | None,
+    mask_indptr: Tensor | None,
+    skip_prefix: bool,
+    **options: Any,
+) -> None:
     if mask is None:
         hal.extend_attention(*tensors, *lists, out, lse, **options)
     else:
@@ -265,9 +304,11 @@ def _check_mask(function: str, mask: Tensor | None, mask_indptr: Tensor | None, 
 
 def _plain(function: str, temperature: int, score_mod: Any, aux_tensors: Any) -> None:
     refuse(
-        function, xai_temperature_len=temperature if temperature > 0 else None, score_mod=score_mod,
+        function,
+        xai_temperature_len=temperature if temperature > 0 else None,
+        score_mod=score_mod,
         aux_tensors=aux_tensors,
-    )  # fmt: skip
+    )
 
 
 def _scales(function: str, q: Tensor, cache: Tensor, k_scale: Any, v_scale: Any) -> dict[str, Any]:

@@ -119,9 +119,18 @@ def apply_rope_inplace(
 
 
 def apply_rope_inplace_with_kvcache(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
-    out_loc: Tensor, *, is_neox: bool, rope_dim: int = 0,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+    *,
+    is_neox: bool,
+    rope_dim: int = 0,
+) -> None:
     """The same, and k and v are written to the slots `out_loc` of caches ``[slots, heads * head_dim]``."""
     fused = FusedSetKVBufferArg(v, k_cache, v_cache, out_loc)
     _apply_jit(q, k, cos_sin_cache, positions, is_neox=is_neox, rope_dim=rope_dim, fused_args=fused)

@@ -98,9 +98,14 @@ def create_flashinfer_kv_indices_triton(
         raise Unsupported(f"hal: {name}: ENTRY_PAGE_SIZE {ENTRY_PAGE_SIZE}: hal's tables have an entry a token")
     indptr = kv_indptr[: req_pool_indices_ptr.shape[0] + 1]
     hal.build_kv_indices(
-        req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, None, kv_indices_ptr, kv_start_idx,
+        req_to_token_ptr,
+        req_pool_indices_ptr,
+        page_kernel_lens_ptr,
+        None,
+        kv_indices_ptr,
+        kv_start_idx,
         given_indptr=indptr,
-    )  # fmt: skip
+    )
 
 
 def write_req_to_token_pool_triton(*args: Any, **kwargs: Any) -> None:

@@ -19,9 +19,16 @@ Layers = Sequence[Tensor] | Tensor
 
 
 def transfer_kv_per_layer(
-    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
-    item_size: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Rows of `item_size` bytes of one layer, k and v, from slots to slots.
 
     Example:
@@ -37,26 +44,45 @@ def transfer_kv_per_layer(
 
 
 def transfer_kv_per_layer_mla(
-    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, block_quota: int = 2,
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int = 2,
     num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+) -> None:
     """Likewise, of one buffer."""
     _copy([_rows(src, item_size)], [_rows(dst, item_size)], src_indices, dst_indices)
 
 
 def transfer_kv_all_layer(
-    src_k_layers: Layers, dst_k_layers: Layers, src_v_layers: Layers, dst_v_layers: Layers, src_indices: Tensor,
-    dst_indices: Tensor, item_size: int, num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_k_layers: Layers,
+    dst_k_layers: Layers,
+    src_v_layers: Layers,
+    dst_v_layers: Layers,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Rows of all layers, k and v."""
     for src, dst in ((src_k_layers, dst_k_layers), (src_v_layers, dst_v_layers)):
         transfer_kv_all_layer_mla(src, dst, src_indices, dst_indices, item_size, num_layers)
 
 
 def transfer_kv_all_layer_mla(
-    src_layers: Layers, dst_layers: Layers, src_indices: Tensor, dst_indices: Tensor, item_size: int,
-    num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_layers: Layers,
+    dst_layers: Layers,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Likewise, of one buffer a layer."""
     src, dst = (
         _layers("transfer_kv_all_layer_mla", layers, item_size, num_layers) for layers in (src_layers, dst_layers)
@@ -65,37 +91,68 @@ def transfer_kv_all_layer_mla(
 
 
 def transfer_kv_per_layer_pf_lf(
-    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
-    layer_id: int, item_size: int, src_layout_dim: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Rows of one layer out of a page_first buffer (`src_layout_dim` bytes a slot), k and v."""
     for src, dst in ((src_k, dst_k), (src_v, dst_v)):
         transfer_kv_per_layer_mla_pf_lf(src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
-    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, item_size: int,
-    src_layout_dim: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Likewise, of one buffer."""
     layer = _page_first(src, item_size, src_layout_dim)[:, layer_id]
     _copy([layer], [_rows(dst, item_size)], src_indices, dst_indices)
 
 
 def transfer_kv_all_layer_lf_pf(
-    src_k_layers: Layers, dst_k: Tensor, src_v_layers: Layers, dst_v: Tensor, src_indices: Tensor,
-    dst_indices: Tensor, item_size: int, dst_layout_dim: int, num_layers: int, block_quota: int = 2,
+    src_k_layers: Layers,
+    dst_k: Tensor,
+    src_v_layers: Layers,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
     num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+) -> None:
     """Rows of all layers into a page_first buffer, k and v."""
     for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
         transfer_kv_all_layer_mla_lf_pf(src, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
 
 
 def transfer_kv_all_layer_mla_lf_pf(
-    src_layers: Layers, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int,
-    dst_layout_dim: int, num_layers: int, block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_layers: Layers,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Likewise, of one buffer a layer."""
     src = _layers("transfer_kv_all_layer_mla_lf_pf", src_layers, item_size, num_layers)
     pages = _page_first(dst, item_size, dst_layout_dim)
@@ -103,33 +160,52 @@ def transfer_kv_all_layer_mla_lf_pf(
 
 
 def transfer_kv_per_layer_ph_lf(
-    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor,
-    layer_id: int, item_size: int, src_layout_dim: int, page_size: int, head_num: int, block_quota: int = 2,
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
     num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+) -> None:
     """Rows of one layer out of a page_head buffer, k and v."""
     for src, dst in ((src_k, dst_k), (src_v, dst_v)):
         pages = _page_head(src, item_size, src_layout_dim, page_size, head_num)
         layer = pages[:, :, :, layer_id : layer_id + 1]
         _move(
             hal.KVPool(layer, layout="page_head", page_size=page_size),
-            hal.KVPool([_rows(dst, item_size, head_num)]), src_indices, dst_indices,
-        )  # fmt: skip
+            hal.KVPool([_rows(dst, item_size, head_num)]),
+            src_indices,
+            dst_indices,
+        )
 
 
 def transfer_kv_all_layer_lf_ph(
-    src_k_layers: Layers, dst_k: Tensor, src_v_layers: Layers, dst_v: Tensor, src_indices: Tensor,
-    dst_indices: Tensor, item_size: int, dst_layout_dim: int, num_layers: int, page_size: int, head_num: int,
-    block_quota: int = 2, num_warps_per_block: int = 32,
-) -> None:  # fmt: skip
+    src_k_layers: Layers,
+    dst_k: Tensor,
+    src_v_layers: Layers,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
     """Rows of all layers into a page_head buffer, k and v."""
     for src, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
         layers = _layers("transfer_kv_all_layer_lf_ph", src, item_size, num_layers, head_num)
         pages = _page_head(dst, item_size, dst_layout_dim, page_size, head_num)
-        _move(
-            hal.KVPool(layers), hal.KVPool(pages, layout="page_head", page_size=page_size),
-            src_indices, dst_indices,
-        )  # fmt: skip
+        _move(hal.KVPool(layers), hal.KVPool(pages, layout="page_head", page_size=page_size), src_indices, dst_indices)
 
 
 def transfer_kv_direct(
@@ -160,41 +236,76 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def transfer_hicache_one_layer(
-    k_cache_dst: Tensor, v_cache_dst: Tensor, indices_dst: Tensor, k_cache_src: Tensor, v_cache_src: Tensor,
-    indices_src: Tensor, *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
-) -> None:  # fmt: skip
+    k_cache_dst: Tensor,
+    v_cache_dst: Tensor,
+    indices_dst: Tensor,
+    k_cache_src: Tensor,
+    v_cache_src: Tensor,
+    indices_src: Tensor,
+    *,
+    element_dim: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
     """Rows of `element_dim` elements of one layer, k and v; a cache's rows may be parts of longer ones."""
     for dst, src in ((k_cache_dst, k_cache_src), (v_cache_dst, v_cache_src)):
         transfer_hicache_one_layer_mla(dst, indices_dst, src, indices_src, element_dim=element_dim)
 
 
 def transfer_hicache_one_layer_mla(
-    cache_dst: Tensor, indices_dst: Tensor, cache_src: Tensor, indices_src: Tensor, *, element_dim: int | None = None,
-    unroll: int | None = None, block_quota: int | None = None,
-) -> None:  # fmt: skip
+    cache_dst: Tensor,
+    indices_dst: Tensor,
+    cache_src: Tensor,
+    indices_src: Tensor,
+    *,
+    element_dim: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
     """Likewise, of one buffer."""
     dim = element_dim or cache_dst.shape[-1]
     _copy([cache_src.view(-1, 1, dim)], [cache_dst.view(-1, 1, dim)], indices_src, indices_dst)
 
 
 def transfer_hicache_all_layer(
-    k_ptr_dst: Tensor, v_ptr_dst: Tensor, indices_dst: Tensor, k_ptr_src: Tensor, v_ptr_src: Tensor,
-    indices_src: Tensor, *, kv_cache_src_stride_bytes: int, kv_cache_dst_stride_bytes: int,
-    element_size: int | None = None, unroll: int | None = None, block_quota: int | None = None,
-) -> None:  # fmt: skip
+    k_ptr_dst: Tensor,
+    v_ptr_dst: Tensor,
+    indices_dst: Tensor,
+    k_ptr_src: Tensor,
+    v_ptr_src: Tensor,
+    indices_src: Tensor,
+    *,
+    kv_cache_src_stride_bytes: int,
+    kv_cache_dst_stride_bytes: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
     """Rows of `element_size` bytes of all layers, k and v, by tables of addresses; rows are so many bytes apart."""
     for dst, src in ((k_ptr_dst, k_ptr_src), (v_ptr_dst, v_ptr_src)):
         transfer_hicache_all_layer_mla(
-            dst, indices_dst, src, indices_src, cache_src_stride_bytes=kv_cache_src_stride_bytes,
-            cache_dst_stride_bytes=kv_cache_dst_stride_bytes, element_size=element_size,
-        )  # fmt: skip
+            dst,
+            indices_dst,
+            src,
+            indices_src,
+            cache_src_stride_bytes=kv_cache_src_stride_bytes,
+            cache_dst_stride_bytes=kv_cache_dst_stride_bytes,
+            element_size=element_size,
+        )
 
 
 def transfer_hicache_all_layer_mla(
-    ptr_dst: Tensor, indices_dst: Tensor, ptr_src: Tensor, indices_src: Tensor, *, cache_src_stride_bytes: int,
-    cache_dst_stride_bytes: int, element_size: int | None = None, unroll: int | None = None,
+    ptr_dst: Tensor,
+    indices_dst: Tensor,
+    ptr_src: Tensor,
+    indices_src: Tensor,
+    *,
+    cache_src_stride_bytes: int,
+    cache_dst_stride_bytes: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
     block_quota: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Likewise, of one buffer a layer."""
     size = element_size or cache_dst_stride_bytes
     src, dst = (

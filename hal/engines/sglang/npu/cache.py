@@ -65,9 +65,11 @@ def store_kv_cache_prefix_valid_npu_triton(
     """Writes src ``[bs * width, heads, dim]`` to slots ``loc_2d[b, :commit_lens[b]]`` of ``[slots, heads, dim]``."""
     if loc_2d.ndim != 2 or commit_lens.shape != loc_2d.shape[:1]:
         raise ArgumentError(
-            "store_kv_cache_prefix_valid_npu_triton", "commit_lens", "[bs] of loc_2d [bs, width]",
+            "store_kv_cache_prefix_valid_npu_triton",
+            "commit_lens",
+            "[bs] of loc_2d [bs, width]",
             f"{tuple(commit_lens.shape)} of {tuple(loc_2d.shape)}",
-        )  # fmt: skip
+        )
     column = torch.arange(loc_2d.shape[1], dtype=commit_lens.dtype, device=loc_2d.device)
     slots = torch.where(column < commit_lens[:, None], loc_2d, -1)
     hal.kv_write(src_k, src_v, dst_k, dst_v, slots.flatten())

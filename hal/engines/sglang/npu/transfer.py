@@ -108,9 +108,16 @@ def op(
 ) -> None:
     """The operator's order of the same arguments."""
     transfer_kv_dim_exchange(
-        device_indices, host_indices, device_k, host_k, device_v, host_v, page_size=page_size, direction=direct,
+        device_indices,
+        host_indices,
+        device_k,
+        host_k,
+        device_v,
+        host_v,
+        page_size=page_size,
+        direction=direct,
         flags=flags,
-    )  # fmt: skip
+    )
 
 
 def _pools(

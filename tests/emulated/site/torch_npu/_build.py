@@ -28,11 +28,18 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise ImportError("the emulated torch_npu needs a C++ compiler: install g++ or clang++, or name one in CXX")
     home = Path(torch.__file__).parent
-    command = [
-        compiler, "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{home}/include",
-        f"-I{home}/include/torch/csrc/api/include", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        str(HERE / "device.cpp"), f"-L{home}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home}/lib",
-    ]  # fmt: skip
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    flags = [
+        "-O0",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        abi,
+        f"-I{home}/include",
+        f"-I{home}/include/torch/csrc/api/include",
+    ]
+    link = [f"-L{home}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home}/lib"]
+    command = [compiler, *flags, str(HERE / "device.cpp"), *link]
     key = hashlib.sha256(repr((command, torch.__version__, [p.read_bytes() for p in SOURCES])).encode()).hexdigest()
     folder = Path(os.environ.get("HAL_CACHE_DIR") or Path.home() / ".cache" / "hal") / "emulated"
     path = folder / f"{key}.so"

@@ -11,20 +11,18 @@ from collections.abc import Callable
 from torch_npu._build import library
 
 _Kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-_I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "k": _Kernel, "v": None}
 
 lib = library()
-for _name, _result, _arguments in (
-    ("device", _I, []), ("set_device", None, [_I]), ("stream", _L, [_I]), ("set_stream", None, [_I, _L]),
-    ("new_stream", _L, [_I]), ("streams", _L, [_I]), ("put", _L, [_I, _L]), ("done", _L, [_I, _L]),
-    ("wait", None, [_I, _L, _I, _L, _L]),
-    ("drain", None, [_I, _L, _L]), ("query", _I, [_I, _L, _L]), ("launch", None, [_I, _L, _L]), ("used", _L, [_I]),
-    ("capture", None, [_I, _L]), ("captured", _P, [_I, _L]), ("capturing", _I, [_I]), ("replay", None, [_I, _P]),
-    ("reset", None, [_P]), ("fault", _I, [ctypes.c_char_p, _I]), ("batches", None, [_I]), ("count", _L, [_I]),
-    ("open", None, [_Kernel]), ("forked", None, []),
-):  # fmt: skip
-    _function = getattr(lib, f"npu_{_name}")
-    _function.restype, _function.argtypes = _result, _arguments
+# What each function of the library returns and takes, by the letters above.
+for _function in """
+    device:i set_device:vi stream:li set_stream:vil new_stream:li streams:li put:lil done:lil wait:vilill drain:vill
+    query:iill launch:vill used:li capture:vil captured:pil capturing:ii replay:vip reset:vp fault:isi batches:vi
+    count:li open:vk forked:v
+""".split():
+    _name, _letters = _function.split(":")
+    _result, *_arguments = (_TYPES[letter] for letter in _letters)
+    getattr(lib, f"npu_{_name}").restype, getattr(lib, f"npu_{_name}").argtypes = _result, _arguments
 
 _numbers = itertools.count()
 _kernels: dict[int, Callable[[], None]] = {}

@@ -243,9 +243,13 @@ class graph:
     """A capture within a block, on a side stream. The wheel's other arguments are not emulated."""
 
     def __init__(
-        self, npu_graph: NPUGraph, pool: Any = None, stream: Stream | None = None, auto_dispatch_capture: bool = False,
+        self,
+        npu_graph: NPUGraph,
+        pool: Any = None,
+        stream: Stream | None = None,
+        auto_dispatch_capture: bool = False,
         capture_error_mode: str = "global",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if pool is not None or auto_dispatch_capture or capture_error_mode != "global":
             raise NotImplementedError("not emulated: a pool, automatic dispatch, or another mode of a capture")
         self.npu_graph, self.stream = npu_graph, stream

@@ -8,8 +8,11 @@ from torch.utils._device import _device_constructors
 
 from torch_npu import npu
 
-MAKERS = ("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randint",
-          "randn", "tensor", "zeros", "zeros_like")  # fmt: skip
+MAKERS = tuple(
+    """
+    arange as_tensor empty empty_like full full_like ones ones_like rand randint randn tensor zeros zeros_like
+    """.split()
+)
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "pin_memory", "to")
 
 
