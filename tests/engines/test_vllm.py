@@ -31,7 +31,7 @@ TIGHT = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_siz
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
 LATENT = {"mla_kv_write", "kv_transfer"}
 DRAFTS = {"num_speculative_tokens": 3}
-ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write")
+ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write", "mla_rope_kv_write")
 
 
 def mla(**settings: Any) -> dict[str, Any]:
