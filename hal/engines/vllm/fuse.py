@@ -1,4 +1,4 @@
-"""In a compiled graph: the rotation of q and k and the write of the cache as one call, `rope_kv_write` or of MLA's rows.
+"""In a compiled graph: the rotation of q and k and the write of the cache as one call: `rope_kv_write`, or MLA's.
 
 A pass over vLLM's graph, given to inductor by vLLM's own setting (``inductor_compile_config``). It fuses where the
 graph proves that it may: the rotated k goes to the write by views alone, and nobody else sees q and k unrotated.
@@ -171,8 +171,7 @@ def _fuse_latent(graph: fx.Graph, write: fx.Node) -> bool:
         return False
     with graph.inserting_before(write):
         fused = graph.call_function(
-            torch.ops.hal_vllm.mla_rope_kv_write.default,
-            (query, key, latents, scale, positions, table, is_neox, name),
+            torch.ops.hal_vllm.mla_rope_kv_write.default, (query, key, latents, scale, positions, table, is_neox, name)
         )
     return _put(write, fused, moved, [(back, query), *((k, key) for k in results[1])])
 

@@ -124,8 +124,12 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
                 "decode_attention": attend,
                 "extend_attention": {**attend, "qo_indptr": index},
                 "mla_kv_write": write,
-                "mla_rope_kv_write": {**write, "q_rope": q[..., -rope:], "cos_sin_cache": table,
-                                      "positions": write["slots"]},
+                "mla_rope_kv_write": {
+                    **write,
+                    "q_rope": q[..., -rope:],
+                    "cos_sin_cache": table,
+                    "positions": write["slots"],
+                },
             },
         )
         kv = torch.zeros(2, self.num_heads, self.widths.nope + self.widths.v, dtype=self.dtype, device=device)
