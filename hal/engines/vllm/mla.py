@@ -91,7 +91,6 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         }
         self.dtype = torch.get_default_dtype()
         self._seen: Any = None
-        self._fold: Tensor | None = None
         fuse.enable(config)
 
     def bind(self, spec: Any, device: torch.device) -> None:
@@ -160,13 +159,13 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
 
         The layer's own weight becomes a view of that, as vLLM writes new weights into the place of the old ones.
         """
-        if self._fold is None:
-            w, given = self.widths, layer.W_UK_T
-            self._fold = given.new_zeros(self.num_heads, w.nope + w.rope, w.lora + w.rope)
-            self._fold[:, : w.nope, : w.lora] = given.data
-            self._fold[:, w.nope :, w.lora :] = torch.eye(w.rope, dtype=given.dtype, device=given.device)
-            given.data = self._fold[:, : w.nope, : w.lora]
-            self._layer = layer
+        if hasattr(self, "_layer"):
+            return
+        w, given, self._layer = self.widths, layer.W_UK_T, layer
+        self._fold = given.new_zeros(self.num_heads, w.nope + w.rope, w.lora + w.rope)
+        self._fold[:, : w.nope, : w.lora] = given.data
+        self._fold[:, w.nope :, w.lora :] = torch.eye(w.rope, dtype=given.dtype, device=given.device)
+        given.data = self._fold[:, : w.nope, : w.lora]
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("hal's latent attention is called for all tokens at once, by forward_mha")

@@ -92,7 +92,8 @@ class MLAStepBuilder(StepBuilder):
     ) -> MLAStep:
         m = common_attn_metadata
         # Not when this is made: what is allocated then, vLLM's sleep mode drops with the cache.
-        for layer in self.layers:
+        while self.layers:
+            layer = self.layers.pop()
             layer.impl.fold(layer)
         decodes, kv_indptr = self.lists(m)
         n = first = m.num_reqs
