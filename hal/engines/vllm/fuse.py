@@ -163,7 +163,7 @@ def _fuse_latent(graph: fx.Graph, write: fx.Node) -> bool:
     back = _put_back(results[0][0], part)
     if back is None:
         return False
-    query = back.args[0]
+    query: Any = back.args[0]
     if not (alone(part, {(rope, part), (back, query)}) and alone(key, {(rope, key)})):
         return False
     moved = _moved(graph, rope, write, torch.ops.aten.copy.default, torch.ops.aten.slice_scatter.default)
@@ -176,12 +176,12 @@ def _fuse_latent(graph: fx.Graph, write: fx.Node) -> bool:
     return _put(write, fused, moved, [(back, query), *((k, key) for k in results[1])])
 
 
-def _put_back(rotated: fx.Node, part: Any) -> Any:
+def _put_back(rotated: fx.Node, part: Any) -> fx.Node | None:
     """The only call that reads the rotated part of q: what writes it to where it was read, a slice of each head."""
     users = list(rotated.users)
     if len(users) == 1 and called(users[0], torch.ops.aten.copy.default) and users[0].args[1] is rotated:
         users = list(users[0].users)
-    back = users[0] if len(users) == 1 else None
+    back: Any = users[0] if len(users) == 1 else None
     if not (called(back, torch.ops.aten.slice_scatter.default) and called(part, torch.ops.aten.slice.Tensor)):
         return None
     whole, place = part.args[0], part.args[1:]

@@ -123,14 +123,10 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
                 "decode_attention": attend,
                 "extend_attention": {**attend, "qo_indptr": index},
                 "mla_kv_write": write,
-                "mla_rope_kv_write": {
-                    **write,
-                    "q_rope": q[..., -rope:],
-                    "cos_sin_cache": table,
-                    "positions": write["slots"],
-                },
+                "mla_rope_kv_write": {**write, "q_rope": q[..., -rope:], "cos_sin_cache": table,
+                                      "positions": write["slots"]},
             },
-        )
+        )  # fmt: skip
         kv = torch.zeros(2, self.num_heads, self.widths.nope + self.widths.v, dtype=self.dtype, device=device)
         k, v = self._heads(kv, write["k_rope"].expand(2, -1))
         pool = _pool(rows)
@@ -212,7 +208,7 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
             return
         slots = slot_mapping.flatten()
         n = slots.shape[0]
-        scale = {} if self.fp8 is None else {"kv_scale": k_scale}
+        scale: dict[str, Any] = {} if self.fp8 is None else {"kv_scale": k_scale}
         self.ops.mla_rope_kv_write(
             query[:n, :, self.widths.nope :], key[:n], latents[:n], cos_sin_cache, positions[:n],
             self._rows(kv_cache), slots, interleaved=not is_neox, **scale,
