@@ -145,9 +145,8 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         """Keys and values of heads: of the projection of latents ``[n, heads, nope + v]``, and ``[n, rope]``."""
         nope = self.widths.nope
         k = kv.new_empty(*kv.shape[:2], nope + self.widths.rope)
-        # Two copies: torch.cat of what does not lie in one piece reads and writes element by element.
-        k[..., :nope] = kv[..., :nope]
-        k[..., nope:] = k_rope.unsqueeze(1)
+        _copy(k[..., :nope], kv[..., :nope])
+        _copy(k[..., nope:], k_rope.unsqueeze(1).expand(-1, kv.shape[1], -1))
         return k, kv[..., nope:]
 
     def fold(self, layer: Any) -> None:
@@ -256,6 +255,15 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         if self._seen != seen:
             self._seen, self._pool = seen, _pool(rows)
         return self._pool
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    """As 16 bytes at a time where they lie so: what is not in one piece torch copies by elements."""
+    wide = torch.complex128
+    n = wide.itemsize // to.itemsize
+    if not any(m % n for x in (to, of) for m in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+        to, of = to.view(wide), of.view(wide)
+    to.copy_(of)
 
 
 def _pool(rows: Tensor) -> hal.KVPool:
