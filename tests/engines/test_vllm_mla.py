@@ -207,6 +207,17 @@ def test_both_ways_are_the_truth(
         near(case.run(latent), case.truth, bound)
 
 
+def test_weights_that_vllm_writes_anew_are_used() -> None:
+    """Without keys of the latent, the part of a query that meets them does not count."""
+    new, without = (Case((1, 2), (5, 0), torch.float32) for _ in range(2))
+    without.q[..., : TINY.nope] = 0
+    want = without.run(without.builder.build_for_cudagraph_capture(without.metadata))
+    step = new.builder.build_for_cudagraph_capture(new.metadata)
+    new.layer.W_UK_T.zero_()
+    near(new.run(step), want.double(), 2e-6)
+    assert (new.truth - want).abs().max() > 0.01
+
+
 def test_a_small_workspace_is_used_in_turns() -> None:
     case = Case(NEW, CACHED, torch.float32)
     case.builder.room = 182

@@ -184,12 +184,10 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         kv_cache_dtype: str,
         k_scale: Tensor,
     ) -> None:
-        if kv_cache.numel() == 0:
-            return
-        slots = slot_mapping.flatten()
-        n = slots.shape[0]
-        scale = {} if self.fp8 is None else {"kv_scale": k_scale}
-        self.ops.mla_kv_write(kv_c_normed[:n], k_pe[:n], self._rows(kv_cache), slots, **scale)
+        if kv_cache.numel():
+            rows, slots, scale = self._place(kv_cache, slot_mapping, k_scale)
+            n = slots.shape[0]
+            self.ops.mla_kv_write(kv_c_normed[:n], k_pe[:n], rows, slots, **scale)
 
     def do_rope_and_kv_cache_update(
         self,
@@ -203,15 +201,17 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         slot_mapping: Tensor,
         k_scale: Tensor,
     ) -> None:
-        if kv_cache.numel() == 0:
-            return
-        slots = slot_mapping.flatten()
-        n = slots.shape[0]
-        scale: dict[str, Any] = {} if self.fp8 is None else {"kv_scale": k_scale}
-        self.ops.mla_rope_kv_write(
-            query[:n, :, self.widths.nope :], key[:n], latents[:n], cos_sin_cache, positions[:n],
-            self._rows(kv_cache), slots, interleaved=not is_neox, **scale,
-        )  # fmt: skip
+        if kv_cache.numel():
+            rows, slots, scale = self._place(kv_cache, slot_mapping, k_scale)
+            n = slots.shape[0]
+            self.ops.mla_rope_kv_write(
+                query[:n, :, self.widths.nope :], key[:n], latents[:n], cos_sin_cache, positions[:n], rows, slots,
+                interleaved=not is_neox, **scale,
+            )  # fmt: skip
+
+    def _place(self, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """(the cache's rows, slots, what a cache of fp8 is divided by)."""
+        return self._rows(kv_cache), slot_mapping.flatten(), {} if self.fp8 is None else {"kv_scale": k_scale}
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
         return kv_cache if self.fp8 in (None, kv_cache.dtype) else kv_cache.view(self.fp8)
