@@ -250,11 +250,11 @@ def _profile(llm: Any, prompt: Any, batch: int, n: int, steps: int) -> dict[str,
 
     if batch:
         kernels: list[dict[str, Any]] = []
-        _decode(llm, prompt, batch, n, steps, lambda run: kernels.extend(time_kernels(run)))
+        _decode(llm, prompt, batch, n, steps, lambda run: kernels.extend(time_kernels(run, most=48)))
         return {"batch": batch, "context": n, "steps": steps, "kernels": kernels}
     one = partial(llm.generate, [prompt(n, 1)], _greedy(1), use_tqdm=False)
     one()  # what is compiled on first use
-    return {"tokens": n, "kernels": time_kernels(one)}
+    return {"tokens": n, "kernels": time_kernels(one, most=48)}
 
 
 def _room(batch: int, context: int, steps: int) -> int:

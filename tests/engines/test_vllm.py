@@ -31,7 +31,7 @@ TIGHT = {"max_num_batched_tokens": 16, "enable_prefix_caching": True, "block_siz
 """An engine of small steps and few blocks, for chunked prefill, prefix caching and preemption."""
 LATENT = {"mla_kv_write", "kv_transfer"}
 DRAFTS = {"num_speculative_tokens": 3}
-ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write")
+ACME = (*sorted(ATTENTION | LATENT), "kv_write", "rope_kv_write", "mla_rope_kv_write")
 
 
 def mla(**settings: Any) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         **{shape: {"model": str(vllm_models.tiny_model(shape)), "rounds": [prompts()]} for shape in vllm_models.SHAPES},
         "deepseek-v2-mla": mla(),
         "mla-fp8-cache": mla(kv_cache_dtype="fp8"),
+        "mla-compiled": mla(enforce_eager=False),
         "sampled": {"model": llama, "rounds": [prompts()], "sampling": {"temperature": 0.8, "top_k": 20}},
         "chunked": {"model": llama, "rounds": [prompts()], "llm": TIGHT},
         "prefix": {"model": llama, "rounds": shared_prefix(), "llm": TIGHT},
@@ -109,7 +110,7 @@ WORKERS: dict[str, tuple[dict[str, str], list[str]]] = {
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "reference"},
         [*COMPARED, *SHAPES[1:], "fp8-cache", "mla-fp8-cache"],
     ),
-    "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled"]),
+    "compiled": ({"HAL_ENGINES": "vllm", "HAL_BACKEND": "cpu"}, ["compiled", "mla-compiled"]),
     "acme": (
         {"HAL_ENGINES": "vllm", "HAL_BACKEND": "acme"},
         ["llama-gqa", "deepseek-v2-mla", "alibi", "fp8-cache", "mla-fp8-cache"],
@@ -222,6 +223,10 @@ def test_rotation_and_write_are_one_call_in_a_compiled_graph() -> None:
     found = result("compiled", "compiled")
     assert ran(found) == {op: {"cpu"} for op in ATTENTION | {"rope_kv_write"}}
     assert tokens("compiled", "compiled") == tokens("cpu", "llama-gqa")
+    assert ran(result("compiled", "mla-compiled")) == {
+        op: {"cpu"} for op in ATTENTION | {"kv_transfer", "mla_rope_kv_write"}
+    }
+    assert tokens("compiled", "mla-compiled") == tokens("cpu", "deepseek-v2-mla")
 
 
 @pytest.mark.skipif(not os.environ.get("CI_ALL"), reason="the suite has the ops in it: ci/test all")

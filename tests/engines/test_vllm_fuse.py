@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from hal.engines.vllm import fuse, rotary
 
 assert rotary.LIBRARY
 D, Q, K, N = 8, 32, 16, 5
+NOPE, LORA = 4, 16
 
 
 def split(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -96,12 +99,48 @@ def unwritten(x: Any, w: Any, positions: Any, table: Any) -> Any:
     return rope(q, k, positions, table)
 
 
+def put_back(q: torch.Tensor, part: torch.Tensor, begin: int = NOPE) -> torch.Tensor:
+    """What functionalization makes of ``q[..., begin:] = part``."""
+    end = sys.maxsize if begin else D
+    return torch.ops.aten.slice_scatter(q, torch.ops.aten.copy(q[..., begin:end], part), 2, begin, end)
+
+
+def write_latent(latent: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scale = torch.ones((), device=k.device)
+    return torch.ops.vllm.unified_mla_kv_cache_update(torch.tanh(latent), k, _encode_layer_name("layer"), "auto", scale)
+
+
+def latent(
+    x: Any, w: Any, positions: Any, table: Any, begin: int = NOPE, also: Callable[[Any, Any], Any] | None = None,
+    scale: float = 1.0,
+) -> Any:  # fmt: skip
+    """As DeepSeek's layer: two heads of 12, the last 8 of them rotated; `also`: what else reads q and k before that."""
+    q = (x @ w[:, : 2 * (NOPE + D)]).view(-1, 2, NOPE + D)
+    c, k = torch.split(x @ w[:, :24], [LORA, D], -1)
+    more = also(q, k) if also else None
+    part, k = torch.ops.hal_vllm.rope(positions, q[..., NOPE:], k.unsqueeze(1), table, D, False)
+    q = put_back(q, part, begin)
+    return (q * scale if scale != 1.0 else q), write_latent(c, k), more
+
+
+def latent_of_one_projection(x: Any, w: Any, positions: Any, table: Any) -> Any:
+    """DeepSeek-V3's: q is made of a latent too, and both latents and the rotated key are of one projection."""
+    both = x @ w
+    q, kv = torch.split(both, [40, LORA + D], -1)
+    c, _ = torch.split(kv, [LORA, D], -1)
+    _, k = torch.split(torch.split(both, [40, LORA + D], -1)[1], [LORA, D], -1)
+    q = (torch.tanh(q) @ w[:24, :24].repeat(2, 1)[:40]).view(-1, 2, NOPE + D)
+    part, k = torch.ops.hal_vllm.rope(positions, q[..., NOPE:], k.unsqueeze(1), table, D, False)
+    return put_back(q, part), write_latent(c, k)
+
+
 FUSED, ROTATED, APART, ALONE = (
     {"rope_kv_write": 1},
     {"rope_": 1, "unified_kv_cache_update": 1},
     {"rope": 1, "unified_kv_cache_update": 1},
     {"rope_": 1},
 )
+LATENT, LATENT_APART = {"mla_rope_kv_write": 1}, {"rope": 1, "unified_mla_kv_cache_update": 1}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +156,12 @@ FUSED, ROTATED, APART, ALONE = (
         (an_input, APART),
         (transposed, APART),
         (unwritten, ALONE),
+        (partial(latent), LATENT),
+        (latent_of_one_projection, LATENT),
+        (partial(latent, also=lambda q, k: q.sum()), LATENT_APART),
+        (partial(latent, begin=0), LATENT_APART),
+        (partial(latent, also=lambda q, k: k + 1), LATENT_APART),
+        (partial(latent, scale=2.0), LATENT_APART),
     ],
 )
 def test_fused_where_it_may_be(function: Callable[..., Any], want: dict[str, int]) -> None:

@@ -152,7 +152,10 @@ class Case:
                 self.impl = mla.HalMLAImpl(*common, *dims, lambda x: (x @ self.weight.T, None))
         finally:
             torch.set_default_dtype(was)
-        config.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=self.impl)
+        # As vLLM's layer has the projection: [heads, nope, lora] and [heads, lora, v].
+        k_up, v_up = self.weight.view(HEADS, w.nope + w.v, w.lora).split([w.nope, w.v], 1)
+        self.layer = SimpleNamespace(impl=self.impl, W_UK_T=k_up.clone(), W_UV=v_up.transpose(1, 2))
+        config.compilation_config.static_forward_context["layer"] = self.layer
         settings = SimpleNamespace(
             compilation_config=config.compilation_config,
             parallel_config=config.parallel_config,
@@ -179,18 +182,11 @@ class Case:
 
     def run(self, step: mla_step.MLAStep) -> torch.Tensor:
         """What vLLM's layer does with a step: ``[tokens, heads, v]``."""
-        w, at = TINY, step.num_decode_tokens
-        out = torch.full((len(self.q), HEADS * w.v), float("nan"), dtype=self.q.dtype)
-        if at < len(self.q):
-            nothing = self.q[:0]
-            self.impl.forward_mha(self.q[at:], nothing, nothing, self.cache, step, self.k_scale, output=out[at:])
-        if at:
-            up = self.weight.view(HEADS, w.nope + w.v, w.lora)
-            wide = torch.einsum("qhd,hdl->qhl", self.q[:at, :, : w.nope], up[:, : w.nope])
-            layer = SimpleNamespace(_k_scale=self.k_scale)
-            latent, _ = self.impl.forward_mqa((wide, self.q[:at, :, w.nope :]), self.cache, step, layer)
-            out[:at] = torch.einsum("qhl,hdl->qhd", latent, up[:, w.nope :]).flatten(1)
-        return out.view(-1, HEADS, w.v)
+        assert (step.num_decodes, step.num_decode_tokens) == (0, 0)
+        out = torch.full((len(self.q), HEADS * TINY.v), float("nan"), dtype=self.q.dtype)
+        nothing = self.q[:0]
+        self.impl.forward_mha(self.q, nothing, nothing, self.cache, step, self.k_scale, output=out)
+        return out.view(-1, HEADS, TINY.v)
 
 
 NEW, CACHED = (1, 1, 5, 150, 20, 33, 1), (30, 7, 90, 32, 3, 0, 0)
@@ -212,11 +208,22 @@ def test_both_ways_are_the_truth(
     with hal.use(backend):
         case = Case(NEW, CACHED, dtype, kv_cache_dtype)
         step = case.builder.build(0, case.metadata)
-        assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (3, 7, 4)
+        assert (step.num_reqs, step.latent_tokens, len(step.groups)) == (3, 7, 1)
         near(case.run(step), case.truth, bound)
         latent = case.builder.build_for_cudagraph_capture(case.metadata)
-        assert (latent.num_decodes, latent.num_decode_tokens, latent.groups) == (7, sum(NEW), [])
+        assert (latent.num_reqs, latent.latent_tokens, latent.groups) == (7, sum(NEW), [])
         near(case.run(latent), case.truth, bound)
+
+
+def test_weights_that_vllm_writes_anew_are_used() -> None:
+    """Without keys of the latent, the part of a query that meets them does not count."""
+    new, without = (Case((1, 2), (5, 0), torch.float32) for _ in range(2))
+    without.q[..., : TINY.nope] = 0
+    want = without.run(without.builder.build_for_cudagraph_capture(without.metadata))
+    step = new.builder.build_for_cudagraph_capture(new.metadata)
+    new.layer.W_UK_T.zero_()
+    near(new.run(step), want.double(), 2e-6)
+    assert (new.truth - want).abs().max() > 0.01
 
 
 def test_a_small_workspace_is_used_in_turns() -> None:
@@ -227,7 +234,7 @@ def test_a_small_workspace_is_used_in_turns() -> None:
     near(case.run(step), case.truth, 2e-6)
     case.builder.room = 181
     step = case.builder.build(0, case.metadata)
-    assert (step.num_decodes, [(g.begin, g.end, g.rows) for g in step.groups]) == (5, [(0, 34, 34)])
+    assert (step.num_reqs, [(g.begin, g.end, g.rows) for g in step.groups]) == (5, [(0, 34, 34)])
     near(case.run(step), case.truth, 2e-6)
 
 

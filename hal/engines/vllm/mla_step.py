@@ -55,19 +55,18 @@ class Workspace:
 class MLAStep(Step):
     """A step whose first `num_reqs` requests go over the latent rows; the rest, in `groups`, are unfolded.
 
-    The names are those that vLLM's layer reads: for it the first are decodes, however many new tokens they have.
+    Attributes:
+        latent_tokens: of those first requests.
+        num_prefills: all requests. vLLM's layer reads this and the ones below: for it, none is a decode.
     """
 
-    num_decode_tokens: int
+    latent_tokens: int
     num_prefills: int
     groups: list[Group]
     workspace: Workspace
     prefill: None = None
-    decode: str = "over the latent rows"
-
-    @property
-    def num_decodes(self) -> int:
-        return self.num_reqs
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
 
 
 class MLAStepBuilder(StepBuilder):
@@ -75,7 +74,9 @@ class MLAStepBuilder(StepBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        context = vllm_config.compilation_config.static_forward_context
+        self.layers = [context[name] for name in layer_names]
+        impl = self.layers[0].impl
         self.widths: unfold.Widths = impl.widths
         # vLLM leaves memory for the projections of so many tokens when it measures how large the cache may be.
         tokens = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
@@ -90,6 +91,10 @@ class MLAStepBuilder(StepBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAStep:
         m = common_attn_metadata
+        # Not when this is made: what is allocated then, vLLM's sleep mode drops with the cache.
+        while self.layers:
+            layer = self.layers.pop()
+            layer.impl.fold(layer)
         decodes, kv_indptr = self.lists(m)
         n = first = m.num_reqs
         tokens, found = m.num_actual_tokens, []
@@ -108,7 +113,7 @@ class MLAStepBuilder(StepBuilder):
                     found = self._groups(m, starts, lengths, range(first, n))
         return MLAStep(
             m.num_actual_tokens, first, min(decodes, first), m.query_start_loc[: first + 1], kv_indptr[: first + 1],
-            self.kv_indices, m.max_query_len, m.max_seq_len, m.slot_mapping, tokens, m.num_reqs - first, found,
+            self.kv_indices, m.max_query_len, m.max_seq_len, m.slot_mapping, tokens, m.num_reqs, found,
             self.workspace,
         )  # fmt: skip
 
