@@ -91,15 +91,24 @@ def rows(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None, device: torch.device
 ) -> None:
     """Copy between pools, of all layers or some."""
-    a, b = src.planes(), dst.planes()
-    found = _plans.get((id(a[0]), id(b[0]), src.page_size, dst.page_size, device))
-    if found is None:
+    if not again(src, dst, src_slots, dst_slots, layers):
         _need_pinned(src, dst)
-        found = plan(a, b, src.page_size, dst.page_size, device)
-    first, number = (0, src.num_layers) if layers is None else (layers.start, len(layers))
-    found.run(
-        src_slots, dst_slots, src.num_slots, dst.num_slots, first, number, src.num_layers, programs(src, dst, device)
-    )
+        a, b = src.planes(), dst.planes()
+        made = plan(a, b, src.page_size, dst.page_size, device)
+        most = programs(src, dst, device)
+        _pairs.hold((id(a[0]), id(b[0])), (made, src.num_slots, dst.num_slots, src.num_layers, most), a[0], b[0])
+        again(src, dst, src_slots, dst_slots, layers)
+
+
+def again(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: range | None) -> bool:
+    """`rows`, if it was called for these pools before; whether it was. A plane is of one pool: the rest follows."""
+    found = _pairs.get((id(src.planes()[0]), id(dst.planes()[0])))
+    if found is None:
+        return False
+    made, src_size, dst_size, every, most = found
+    first, number = (0, every) if layers is None else (layers.start, len(layers))
+    made.run(src_slots, dst_slots, src_size, dst_size, first, number, every, most)
+    return True
 
 
 def _need_pinned(src: KVPool, dst: KVPool) -> None:
@@ -226,6 +235,8 @@ def _launches(
 
 
 _plans: Plans[Plan] = Plans(256)
+_pairs: Plans[tuple[Plan, int, int, int, int]] = Plans(256)
+"""Of pools that rows have gone between: their plan, slots of both, layers, programs."""
 _in_graphs: set[Plan] = set()
 """A graph that is replayed reads the plan's tables: those must outlive the cache."""
 

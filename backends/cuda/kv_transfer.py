@@ -27,6 +27,9 @@ def kv_transfer(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *,
     layers: range | None = None, method: str = "auto",
 ) -> None:  # fmt: skip
+    by_kernel = method != "direct" and (src_slots.is_cuda or lane() != "device")
+    if by_kernel and (layers is None or len(layers)) and _copy.again(src, dst, src_slots, dst_slots, layers):
+        return
     if not (src_slots.shape[0] and src.num_slots and dst.num_slots and (layers is None or len(layers))):
         return
     if lane() == "device" and src.device.type == dst.device.type == "cpu":

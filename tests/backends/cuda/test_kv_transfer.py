@@ -10,6 +10,7 @@ from hal import ops
 from hal._remote.target import DirectTarget
 from hal.backends.cuda.kv_transfer import kv_transfer
 from hal.conformance.execute import execute
+from hal.kv.pool import KVPool
 
 CUDA = torch.cuda.is_available()
 SPEC = ops.get_spec("kv_transfer")
@@ -43,3 +44,20 @@ def test_pipeline_over_several_chunks(layout: str, monkeypatch: pytest.MonkeyPat
     judge(WAYS[0], **some, src="layer_first", dst=layout)
     if CUDA:
         judge(WAYS[1], **some, src=layout, dst="layer_first")
+
+
+def test_a_later_transfer_finds_where_the_pools_are_now() -> None:
+    """Pools that rows have gone between are known by where they lie: given other memory, they are read there."""
+    where = "cuda" if CUDA else "cpu"
+    slots = torch.arange(4, device=where, dtype=torch.int64)
+    memory = torch.ones(2, 8, 2, 16, device=where, dtype=torch.bfloat16)
+    src = KVPool(memory, layout="layer_first")
+    dst = KVPool(torch.zeros_like(memory), layout="layer_first")
+    for n in (1, 2):
+        kv_transfer(src, dst, slots[:n], slots[:n], method="kernel")
+    assert dst.k.sum() == 2 * 2 * 32
+    memory.set_(torch.full_like(memory, 3))
+    kv_transfer(src, dst, slots, slots, layers=range(1, 2), method="kernel")
+    kv_transfer(src, dst, slots[:0], slots[:0], method="kernel")
+    assert dst.k[0].sum() == 2 * 32
+    assert dst.k[1].sum() == 3 * 4 * 32
