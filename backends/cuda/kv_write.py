@@ -2,7 +2,6 @@
 """kv_write: k and v to their cache slots, in one kernel.
 
 A program has ROWS rows of a head each, of k and of v. A slot is compared in int64 before an address is made of it.
-K_AT is where a row of k begins in its cache: behind the latent part where MLA keeps both in one.
 """
 
 from typing import Any
@@ -33,7 +32,7 @@ def kv_write_kernel(
     k_token: tl.int64, k_head: tl.int64, v_token: tl.int64, v_head: tl.int64,
     kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
     vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, num_slots: tl.int64, n: tl.int64,
-    HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr, K_AT: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, K_FP8: tl.constexpr, V_FP8: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +53,7 @@ def kv_write_kernel(
     y = tl.load(v + token * v_token + head * v_head + j, (token < n) & (j < V_DIM), other=0.0)
     written = (slot >= 0) & (slot < num_slots)
     slot = tl.where(written, slot, 0)
-    to_k = k_cache + K_AT + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
+    to_k = k_cache + slot // PAGE * kc_page + slot % PAGE * kc_token + head * kc_head + i
     to_v = v_cache + slot // PAGE * vc_page + slot % PAGE * vc_token + head * vc_head + j
     _store(to_k, x, written & (i < DIM), k_scale, K_KIND, K_FP8)
     _store(to_v, y, written & (j < V_DIM), v_scale, V_KIND, V_FP8)
@@ -73,7 +72,6 @@ def _plans(
         DIM=k.shape[2],
         V_DIM=v.shape[2],
         PAGE=page,
-        K_AT=0,
         UNIT=unit,
         K_FP8=k_cache.dtype in FP8,
         V_FP8=v_cache.dtype in FP8,
