@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
-"""How decode_attention's keys are split: equal parts of the requests, found by each program from kv_indptr alone.
+"""How decode_attention's keys are split, and merged: equal parts of the requests, found by each program from kv_indptr
+alone; the program that is the last of a request's to be done merges what they left.
 
 `each` is ``arange(0, BLOCK)``, of so many requests as a program looks at together. The caller makes it, since in Gluon
 it needs a layout; everything else here compiles as Triton and as Gluon.
@@ -8,13 +9,14 @@ it needs a layout; everything else here compiles as Triton and as Gluon.
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._attention import entry, lengths
+from hal.backends.cuda._attention import LN2, entry, lengths
 
 
 @triton.jit
 def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr):
-    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs; more, if with
-    more there are no more parts than `programs`, which run at once: a second wave for a few of them costs a whole one.
+    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs; up to twice
+    as many, if then there are no more parts than `programs`, which run at once: a second wave for a few of them costs a
+    whole one, and fewer that run at once hardly any time.
     In 32 bits: a division in 64 is a call.
     """
     BLOCK: tl.constexpr = each.shape[0]
@@ -28,19 +30,22 @@ def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr,
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
-    if (bs > 1) & (bs < programs):
+    if (bs > 1) & (bs < programs) & (bs <= BLOCK):
+        widest = most.to(tl.int64) * 2
         count = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
-        if (count > programs) & (bs <= BLOCK):
-            most = wider(most, count, programs)
+        pace = 1.0
+        while (count > programs) & (most < widest):
+            most = tl.minimum(wider(most, count, programs, pace), widest).to(tl.int32)
+            pace *= 2.0
             count = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
-            most = tl.where(count > programs, wider(most, count, programs), most)
     return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
 
 
 @triton.jit
-def wider(most, count, programs):
-    """`most` times count / programs, or about that; never less."""
-    about = most.to(tl.float32) * (count.to(tl.float32) / programs.to(tl.float32))
+def wider(most, count, programs, pace):
+    """`most`, and `pace` times as much more of it as there are more parts than programs, or about that."""
+    more = (count - programs).to(tl.float32) / programs.to(tl.float32)
+    about = most.to(tl.float32) * (1.0 + more * pace)
     return tl.maximum(most, tl.minimum(about, 2.0**30).to(tl.int32) + 1)
 
 
@@ -82,6 +87,77 @@ def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexp
     own = (tl.maximum(length - 1, 0) // parts + STEP) // STEP * STEP
     low = (c - before) * own
     return begin, parts, low, tl.minimum(low + own, length)
+
+
+@triton.jit
+def merged(part, part_lse, first, apart, parts, heads, rows, d, there, Q_HEADS: tl.constexpr, DV: tl.constexpr):
+    """(``[heads, 1, DV]`` normalised sums, ``[heads, 1]`` log-sum-exps) of parts first, first + apart, ..., in order.
+
+    `rows` of them are read together, ``arange(0, ROWS)``; `heads`, `rows` and elements `d` are a tile's three dims.
+    """
+    top = heads[:, None].to(tl.float32) * 0.0 + float("-inf")
+    total = heads[:, None].to(tl.float32) * 0.0
+    acc = total[:, :, None] + d[None, None, :].to(tl.float32) * 0.0
+    for c in range(0, parts, rows.shape[0]):
+        i = c + rows[None, :]
+        at = (first + i * apart).to(tl.int64) * Q_HEADS + heads[:, None]
+        ok = (i < parts) & there[:, None]
+        sums = tl.load(part_lse + at, ok, other=float("-inf"))
+        mask = ok[:, :, None]
+        if d.shape[0] > DV:
+            mask = mask & (d < DV)[None, None, :]
+        x = tl.load(part + (at * DV)[:, :, None] + d[None, None, :], mask, other=0.0)
+        new = tl.maximum(top, tl.max(sums, 1, keep_dims=True))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        w = tl.exp2(sums - base)
+        keep = tl.exp2(top - base)
+        acc = acc * keep[:, :, None] + tl.sum(x * w[:, :, None], 1, keep_dims=True)
+        total = total * keep + tl.sum(w, 1, keep_dims=True)
+        top = new
+    some = total != 0.0
+    total = tl.where(some, total, 1.0)
+    return acc / total[:, :, None], tl.where(some, top + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def merge(
+    out, lse, part, part_lse, counters, c, before, request, parts, block, heads, rows, d, there, out_head,
+    Q_HEADS: tl.constexpr, BLOCKS: tl.constexpr, DV: tl.constexpr, LSE: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Count part c of a request as done, and merge those that it is the last of: up to TOGETHER into one, and so on
+    until there is one, in an order that does not depend on who is last. `out` and `lse` are the request's.
+
+    A request has a counter for each of its parts but one. They are found and left at 0.
+    """
+    i = c - before
+    n = parts
+    apart = 1
+    counters += (before - request) * BLOCKS + block
+    while n > 1:
+        group = i // TOGETHER
+        size = tl.minimum(n - group * TOGETHER, TOGETHER)
+        n = (n + TOGETHER - 1) // TOGETHER
+        tl.debug_barrier()  # what all warps have left is to be seen by who sees the count
+        if tl.atomic_add(counters + group * BLOCKS, 1.0, sem="acq_rel", scope="gpu") == size - 1:
+            tl.store(counters + group * BLOCKS, 0.0)
+            first = before + group * TOGETHER * apart
+            acc, sums = merged(part, part_lse, first, apart, size, heads, rows, d, there, Q_HEADS, DV)
+            mask = there[:, None, None] & (d < DV)[None, None, :]
+            if n == 1:
+                to = out + (heads * out_head)[:, None, None] + d[None, None, :]
+                tl.store(to, acc.to(out.dtype.element_ty), mask)
+                if LSE:
+                    tl.store(lse + heads[:, None], sums * LN2, there[:, None])
+            else:
+                tl.debug_barrier()  # all warps have read what is written over
+                line = first.to(tl.int64) * Q_HEADS + heads
+                tl.store(part + line[:, None, None] * DV + d[None, None, :], acc, mask)
+                tl.store(part_lse + line[:, None], sums, there[:, None])
+            counters += n * BLOCKS
+            i = group
+            apart *= TOGETHER
+        else:
+            n = 0
 
 
 @triton.jit

@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """decode_attention: split over the keys by the requests' lengths, then merged.
 
-The first kernel's grid is fixed by the batch and the multiprocessors; each program finds in kv_indptr which
-part of which request is its own, so neither a sync nor a recompile depends on lengths. All query heads that
-share a key/value head are one tile: a cached row is read once. A request in one part is written at once;
-the others leave normalised parts and their log-sum-exps, which the second kernel merges.
+The kernel's grid is fixed by the batch and the multiprocessors; each program finds in kv_indptr which part of which
+request is its own, so neither a sync nor a recompile depends on lengths. All query heads that share a key/value head
+are one tile: a cached row is read once. A request in one part is written at once; the others leave normalised parts
+and their log-sum-exps. Whoever is last of a request's to be done merges them; where parts are wide, or registers are
+short, a second kernel does.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,19 +19,18 @@ from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, seek
+from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, merge, merged, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
-from hal.triton.plans import Plan, Scratch, Size, Step, length, plans
+from hal.triton.plans import COUNTERS, Counters, Plan, Scratch, Size, Step, length, plans
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
-SMALL = 8
-"""Requests times key/value heads up to which Hopper takes `SMALL_TILE`: of short parts, fewer steps are what counts."""
-SMALL_TILE = (16, 128, 4, 2)
-SMALL_PER_SM = 3
-"""Programs of that tile a multiprocessor: as many as its registers and shared memory are for."""
+DEEP_TILE = (16, 64, 4, 4)
+"""(M, N, warps, stages) on Hopper of 16-bit rows of up to 128 elements: three tiles of keys under way."""
+DEEP_PER_SM = 2
+"""Programs of that tile a multiprocessor: as many as shared memory is for."""
 SHORTEST = 128
 """Keys that a part has at least."""
 WHOLE = 192
@@ -40,19 +41,60 @@ FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
 HOPPER_FEW = 128
 """In the kernel for Hopper, which has one program a multiprocessor: none other runs while it looks."""
+AT_ONCE = 16384
+"""Elements of parts that who merges them reads at once: what registers are for."""
+TOGETHER = 32768
+"""Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
 
+@triton.jit
+def leave(
+    acc, top, total, v_factor, out, lse, counters, part, part_lse, c, before, request, parts, block, kv_head, out_row,
+    out_head, Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, LSE: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """A part's sums: to the output where it is a request's only one, else to where who is last merges, or a launch."""
+    some = total != 0.0
+    whole = tl.where(some, total, 1.0)
+    sums = tl.where(some, top - SHIFT + tl.log2(whole), float("-inf"))
+    acc = acc * (v_factor / whole)[:, None]
+    first = block % (BLOCKS * GROUP // Q_HEADS) * M
+    member = first + tl.arange(0, M)
+    there = member < GROUP
+    head = kv_head * GROUP + member
+    d = tl.arange(0, DV_PAD)[None, :]
+    mask = there[:, None] & (d < DV)
+    out += request.to(tl.int64) * out_row
+    if LSE:
+        lse += request.to(tl.int64) * Q_HEADS
+    if parts == 1:
+        tl.store(out + head[:, None] * out_head + d, acc.to(out.dtype.element_ty), mask)
+        if LSE:
+            tl.store(lse + head, sums * LN2, there)
+    else:
+        line = c.to(tl.int64) * Q_HEADS + head
+        tl.store(part + line[:, None] * DV + d, acc, mask)
+        tl.store(part_lse + line, sums, there)
+        if TOGETHER:
+            each = first + tl.arange(0, HEADS)
+            merge(
+                out, lse, part, part_lse, counters, c, before, request, parts, block, kv_head * GROUP + each,
+                tl.arange(0, ROWS), tl.arange(0, DV_PAD), each < GROUP, out_head, Q_HEADS, BLOCKS, DV, LSE, TOGETHER,
+            )  # fmt: skip
+
+
 @launch.jit(
     do_not_specialize=(
-        "kv_indptr", "kv_indices", "lse", "part", "part_lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
-        "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs",
-        "programs", "window", "scale", "cap",
+        "kv_indptr", "kv_indices", "lse", "counters", "part_lse", "k_scale", "v_scale", "q_row", "q_head",
+        "kc_page", "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz",
+        "bs", "programs", "window", "scale", "cap",
     )
 )  # fmt: skip
 def decode_attention_kernel(
-    q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, part, part_lse, k_scale, v_scale,
+    q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, counters, part, part_lse, k_scale, v_scale,
     q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64,
     vc_page: tl.int64, vc_token: tl.int64, vc_head: tl.int64, out_row: tl.int64, out_head: tl.int64,
     num_slots: tl.int64, nnz: tl.int64, bs: tl.int32, programs: tl.int32, window: tl.int32, scale, cap,
@@ -61,6 +103,7 @@ def decode_attention_kernel(
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, K_KIND: tl.constexpr,
     V_KIND: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr,
     STAGES: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -104,9 +147,20 @@ def decode_attention_kernel(
         k_base = k_cache + kv_head * kc_head
         v_base = v_cache + kv_head * vc_head
         slots = kv_indices + begin.to(tl.int64)
+        entries = low + tl.arange(0, N)
+        if AHEAD:
+            coming = tl.load(slots + entries, entries < high, other=-1)
         for j in tl.range(low, high, N, num_stages=STAGES):
-            entries = j + tl.arange(0, N)
-            slot = tl.load(slots + entries, entries < high, other=-1).to(tl.int64)
+            if AHEAD:
+                # Through registers: Triton would copy slots to shared memory behind rows, and copies end in order, so
+                # that no rows could be under way while the next ones' slots are waited for.
+                slot = coming
+                entries = j + N + tl.arange(0, N)
+                coming = tl.load(slots + entries, entries < high, other=-1)
+            else:
+                entries = j + tl.arange(0, N)
+                slot = tl.load(slots + entries, entries < high, other=-1)
+            slot = slot.to(tl.int64)
             ok = (slot >= 0) & (slot < num_slots)
             row = place(slot, kc_page, kc_token, K_PAGE)
             k0 = tile(k_base, row, ok, 0, D0, D).to(q0.dtype)
@@ -124,25 +178,15 @@ def decode_attention_kernel(
             acc, top, total = step(acc, top, total, s, v, SHIFT)
         if PDL:
             gdc_launch_dependents()
-        some = total != 0.0
-        acc = acc * (factor(v_scale, V_KIND) / tl.where(some, total, 1.0))[:, None]
-        sums = tl.where(some, top - SHIFT + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-        d = tl.arange(0, DV_PAD)[None, :]
-        mask = there[:, None] & (d < DV)
-        if parts == 1:
-            to = out + request.to(tl.int64) * out_row + head[:, None] * out_head + d
-            tl.store(to, acc.to(out.dtype.element_ty), mask)
-            if LSE:
-                tl.store(lse + request.to(tl.int64) * Q_HEADS + head, sums * LN2, there)
-        else:
-            line = c.to(tl.int64) * Q_HEADS + head
-            tl.store(part + line[:, None] * DV + d, acc, mask)
-            tl.store(part_lse + line, sums, there)
+        leave(
+            acc, top, total, factor(v_scale, V_KIND), out, lse, counters, part, part_lse, c, before, request, parts,
+            block, kv_head, out_row, out_head, Q_HEADS, GROUP, BLOCKS, M, DV, DV_PAD, LSE, SHIFT, HEADS, ROWS, TOGETHER,
+        )  # fmt: skip
 
 
 @launch.jit(
     do_not_specialize=(
-        "kv_indptr", "lse", "part", "part_lse", "out_row", "out_head", "nnz", "bs", "programs", "window",
+        "kv_indptr", "lse", "part_lse", "out_row", "out_head", "nnz", "bs", "programs", "window",
     )
 )  # fmt: skip
 def decode_merge_kernel(
@@ -166,29 +210,14 @@ def decode_merge_kernel(
             before = ahead(kv_indptr, tl.arange(0, FEW), request, nnz, bs, chunk, window, WINDOW)
         else:
             before = ahead(kv_indptr, tl.arange(0, BLOCK), request, nnz, bs, chunk, window, WINDOW)
-        d = tl.arange(0, DV_PAD)
-        top = tl.full((), float("-inf"), tl.float32)
-        total = tl.zeros((), tl.float32)
-        acc = tl.zeros((DV_PAD,), tl.float32)
-        for c in range(0, parts, ROWS):
-            i = c + tl.arange(0, ROWS)
-            line = (before + i).to(tl.int64) * Q_HEADS + head
-            sums = tl.load(part_lse + line, i < parts, other=float("-inf"))
-            x = tl.load(part + line[:, None] * DV + d[None, :], (i < parts)[:, None] & (d < DV)[None, :], other=0.0)
-            new = tl.maximum(top, tl.max(sums, 0))
-            base = tl.where(new == float("-inf"), 0.0, new)
-            w = tl.exp2(sums - base)
-            keep = tl.exp2(top - base)
-            acc = acc * keep + tl.sum(x * w[:, None], 0)
-            total = total * keep + tl.sum(w, 0)
-            top = new
-        some = total != 0.0
-        acc = acc / tl.where(some, total, 1.0)
+        d = tl.arange(0, DV_PAD)[None, None, :]
+        lead = head + tl.arange(0, 1)
+        each = tl.arange(0, ROWS)
+        acc, sums = merged(part, part_lse, before, 1, parts, lead, each, tl.arange(0, DV_PAD), lead >= 0, Q_HEADS, DV)
         at = request.to(tl.int64)
         tl.store(out + at * out_row + head * out_head + d, acc.to(out.dtype.element_ty), d < DV)
         if LSE:
-            sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-            tl.store(lse + at * Q_HEADS + head, sums * LN2)
+            tl.store(lse + at * Q_HEADS + lead[:, None], sums * LN2)
 
 
 def tiles(
@@ -207,14 +236,18 @@ def tiles(
 
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, window: bool, cap: bool,
-    k_scale: object, v_scale: object, shared: bool, plain: bool, small: bool = False,
-) -> tuple[launch.Launch, launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
+    k_scale: object, v_scale: object, shared: bool, plain: bool,
+) -> tuple[launch.Launch, launch.Launch | None, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
     on = pdl(device)
     fp8 = k_cache.dtype in FP8
-    m, n, warps, stages = SMALL_TILE if small else tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
+    m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
+    deep = m == 16 and max(dim, v_dim) <= 128 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2
+    deep = deep and arch(device) == 90
+    if deep:
+        m, n, warps, stages = DEEP_TILE
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -233,6 +266,10 @@ def _plan(
         "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
         "launch_pdl": on,
     }  # fmt: skip
+    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else DEEP_PER_SM if deep else PER_SM
+    heads = next_power_of_2(min(group, m))
+    wide = heads * pad
+    once = TOGETHER // wide if deep else 0
     same = {"Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "UNIT": unit, **common}
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
@@ -249,12 +286,14 @@ def _plan(
         run = decode_attention_kernel.bind(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared, STAGES=stages,
-            HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps,
+            HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep,
+            ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once,
         )  # fmt: skip
-    merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
+    merge = None
+    if not once:
+        merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
     sms = multiprocessors(device) if device >= 0 else 16
-    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else SMALL_PER_SM if small else PER_SM
-    return run, merge, blocks, max(1, each * sms // blocks), tuple(s // unit for s in strides)
+    return run, merge, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
@@ -286,13 +325,6 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
     )
 
 
-def small_batch(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
-    """Up to how many requests the tile for small batches takes: groups of up to 16 of 16 bits and 128 elements."""
-    fits = q.dtype.itemsize == 2 and q.dtype == k_cache.dtype == v_cache.dtype and q.shape[1] <= 16 * k_cache.shape[-2]
-    fits = fits and q.shape[2] == v_cache.shape[-1] == 128 and arch(q.get_device()) == 90
-    return SMALL // k_cache.shape[-2] if fits else 0
-
-
 @plans
 def _plans(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor | None,
@@ -307,31 +339,27 @@ def _plans(
     shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
-    few = small_batch(q, k_cache, v_cache)
     window = max(0, min(sliding_window, 2**31 - 2))
-    most = 0
+    run, merge, blocks, programs, strides = _plan(
+        q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
+    )
+    lines = length("q", times=q_heads) + programs * q_heads
+    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
+    counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
-    for low, high, small in ((0, few, True), (few, 2**31, False)):
-        if low == high:
-            continue
-        run, merge, blocks, programs, strides = _plan(
-            q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain, small
-        )
-        lines = length("q", times=q_heads) + programs * q_heads
-        part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
-        # Split for one program alone, each request is one part, and there is nothing to merge.
-        for parts, least, longest in ((1, -1, WHOLE), (programs, WHOLE, 2**31)):
-            some = (("q", low, high), ("kv_indices", least, longest))
-            args = (
-                "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale",
-                *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts, window,
-                "scale", "logit_cap",
-            )  # fmt: skip
-            steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
+    # Split for one program alone, each request is one part, and there is nothing to merge.
+    for parts, least, longest in ((1, -1, WHOLE), (programs, WHOLE, 2**31)):
+        args = (
+            "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", *counters, part, sums, "k_scale",
+            "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts,
+            window, "scale", "logit_cap",
+        )  # fmt: skip
+        some = (("kv_indices", least, longest),)
+        steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
+    if merge:
         merged = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
         steps.append(Step(merge, length("q", times=q_heads), merged, some))
-        most = max(most, programs)
-    return Plan(tuple(steps), (length("q", times=q_heads) + most * q_heads).times(v_dim + 1), returns)
+    return Plan(tuple(steps), lines.times(v_dim + 1), returns)
 
 
 @_plans.launcher

@@ -339,3 +339,11 @@ _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", N
     lambda device: int(torch.cuda.current_stream(device).cuda_stream)
 )
 """A device's current stream, as a number: what backends keep their buffers by."""
+
+
+def _capture(device: int) -> tuple[int, int] | None:
+    """(number, stream) of the capture that a device's current stream is in, if the driver tells."""
+    stream, status, number = _stream(device), ctypes.c_int(), ctypes.c_uint64()
+    ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
+    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
+    return None if failed or status.value != 1 else (number.value, stream)

@@ -41,6 +41,10 @@ ANY = 2**62
 """More than any length: of a range that has no end."""
 LIMIT = 4096
 """Kinds of calls that are remembered of an op, forgotten all at once."""
+COUNTERS = 2048
+"""fp32 zeros in front of each scratch, by which the programs of a launch count each other."""
+CAPTURES = 256
+"""Captured graphs, of a device, that get counters which nobody needs to clear."""
 
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -106,6 +110,11 @@ class Scratch:
     elements: Size
 
 
+@dataclass(frozen=True)
+class Counters:
+    """A pointer to `COUNTERS` zeros, which a launch leaves as zeros: no other's programs run while it counts."""
+
+
 class Step(NamedTuple):
     """One launch of a plan."""
 
@@ -113,7 +122,7 @@ class Step(NamedTuple):
     grid: Size
     """Programs, in one dimension; where there are none, nothing is started."""
     args: tuple[Any, ...]
-    """Of the kernel: names of the call's arguments, `Size`, `Scratch`, and constants. A number goes as a float."""
+    """Of the kernel: names of the call's arguments, `Size`, `Scratch`, `Counters`, constants. Numbers go as floats."""
     where: tuple[tuple[str, int, int], ...] = ()
     """(argument, low, high): started only where low < its length <= high; at most two."""
 
@@ -153,6 +162,9 @@ class plans(dict[Any, Plan]):
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._outgrown: list[Tensor] = []
         """Earlier scratch: a captured graph may still write to it."""
+        self._spare: dict[int, list[Tensor]] = {}
+        """Counters of graphs to come, by device; and of those that were captured, by capture and stream."""
+        self._captured: dict[tuple[int, int], Tensor] = {}
         helper = launch._helper() if launch.lane() == "device" else None
         self.native: Any = helper and helper.Plans(self._start, len(self.names))
         """The plans of ``_plans.c``, where there are."""
@@ -183,13 +195,18 @@ class plans(dict[Any, Plan]):
             like = given[plan.returns.like]
             shape = like.shape if plan.returns.last < 0 else (*like.shape[:-1], plan.returns.last)
             given[RESULT] = torch.empty(shape, dtype=plan.returns.dtype or like.dtype, device=like.device)
-        scratch = None if plan.scratch is None else self._workspace(args[0].device, plan.scratch.value(lengths))
+        scratch = None
+        if plan.scratch is not None:
+            scratch = self._workspace(args[0].device, COUNTERS + plan.scratch.value(lengths))
+        counters = scratch is not None and self._counters(scratch)
 
         def value(of: Any) -> Any:
             if isinstance(of, str):
                 return float(given[of]) if isinstance(given[of], int) else given[of]
             if isinstance(of, Scratch):
-                return scratch[of.elements.value(lengths) :]  # type: ignore[index]
+                return scratch[COUNTERS + of.elements.value(lengths) :]  # type: ignore[index]
+            if isinstance(of, Counters):
+                return counters
             return of.value(lengths) if isinstance(of, Size) else of
 
         started: list[tuple[Any, ...]] = []
@@ -232,8 +249,8 @@ class plans(dict[Any, Plan]):
         def source(of: Any) -> Any:
             if isinstance(of, str):
                 return "a", at[of]
-            if isinstance(of, Scratch):
-                return "w", number(of.elements)
+            if isinstance(of, Counters | Scratch):
+                return "w", number(of.elements + COUNTERS if isinstance(of, Scratch) else Size())
             return ("s", number(of)) if isinstance(of, Size) else of
 
         steps = tuple(
@@ -248,12 +265,12 @@ class plans(dict[Any, Plan]):
         for (device, stream), found in self._scratch.items():
             self.native.lend(device, stream, found.numel(), found.data_ptr())
         returns = plan.returns if isinstance(plan.returns, Result) else Result(plan.returns or "", 0)
-        scratch = -1 if plan.scratch is None else number(plan.scratch)
+        scratch = -1 if plan.scratch is None else number(plan.scratch + COUNTERS)
         like = at.get(returns.like, -1)
         self.native.learn(call, tuple(numbers), steps, scratch, like, returns.last, returns.dtype)
 
     def _workspace(self, device: torch.device, size: int) -> Tensor:
-        """fp32 scratch of at least `size` elements."""
+        """fp32 scratch of at least `size` elements, zeros if it is kept."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.empty(size, dtype=torch.float32, device=device)
         at = (device.index, launch._stream(device.index))
@@ -262,8 +279,28 @@ class plans(dict[Any, Plan]):
             if found is not None:
                 self._outgrown.append(found)
             room = 1 << (size - 1).bit_length()
-            found = self._scratch[at] = torch.empty(room, dtype=torch.float32, device=device)
+            found = self._scratch[at] = torch.zeros(room, dtype=torch.float32, device=device)
+        if device.index not in self._spare:
+            spare = torch.zeros(CAPTURES, COUNTERS, dtype=torch.float32, device=device)
+            # Graphs will be replayed on streams that don't wait for this one. Once a device, beside the compiler.
+            made = torch.cuda.Event()
+            made.record(torch.cuda.current_stream(device))
+            made.synchronize()
+            self._spare[device.index] = list(spare.unbind())
         return found
+
+    def _counters(self, scratch: Tensor) -> Tensor:
+        """Zeros for a launch with this scratch: in front of it; while a graph is captured, some that only it has."""
+        if scratch.is_cuda and not torch.cuda.is_current_stream_capturing():
+            return scratch
+        spare = self._spare.get(scratch.device.index, []) if scratch.is_cuda else []
+        capture = launch._capture(scratch.device.index) if scratch.is_cuda else None
+        if capture is not None and capture not in self._captured and spare:
+            self._captured[capture] = spare.pop()
+        if capture in self._captured:
+            return self._captured[capture]
+        scratch[:COUNTERS].zero_()
+        return scratch
 
 
 def key_of(args: tuple[Any, ...]) -> tuple[Any, ...]:

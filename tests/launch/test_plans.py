@@ -13,7 +13,7 @@ from triton import knobs
 from hal.backends.cuda import _device
 from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
-from hal.triton.plans import MOST, Plan, Scratch, Size, Step, key_of, length, plans
+from hal.triton.plans import COUNTERS, MOST, Plan, Scratch, Size, Step, key_of, length, plans
 
 __all__ = ["helper"]
 
@@ -95,13 +95,13 @@ def test_a_warm_call_starts_what_the_first_one_did(rig: Rig) -> None:
     assert rig(A, B) == []
     assert [(name, grid) for name, grid, _ in rig.slow] == [("first", (9, 1, 1)), ("second", (128, 1, 1))]
     a, b, part, n, m, scale = rig.slow[0][2]
-    assert (a is A, b is B, part.data_ptr(), n, m, scale) == (True, True, rig.lent.data_ptr(), 12, 3, 0.5)
-    assert rig.slow[1][2][1].data_ptr() == rig.lent.data_ptr() + 4 * 32
+    assert (a is A, b is B, part.data_ptr(), n, m, scale) == (True, True, rig.lent[COUNTERS:].data_ptr(), 12, 3, 0.5)
+    assert rig.slow[1][2][1].data_ptr() == rig.lent[COUNTERS + 32 :].data_ptr()
     assert rig(A, B) == WARM
     values = [[int.from_bytes(v, "little") for v in values] for _, _, values in rig.driver.started]
-    assert values[0][:3] == [A.data_ptr(), B.data_ptr(), rig.lent.data_ptr()]
+    assert values[0][:3] == [A.data_ptr(), B.data_ptr(), rig.lent[COUNTERS:].data_ptr()]
     assert values[0][3] % 2**32 == 12
-    assert values[1][:3] == [B.data_ptr(), rig.lent.data_ptr() + 4 * 32, 256]
+    assert values[1][:3] == [B.data_ptr(), rig.lent[COUNTERS + 32 :].data_ptr(), 256]
     # Other lengths, pointers and numbers are no other kind.
     assert rig(BASE[512:544].view(1, 32), BASE[128:224], 0.25) == [(7, (7, 1, 1)), (8, (96, 1, 1))]
     assert len(rig.made) == 1
@@ -180,7 +180,7 @@ def test_what_is_not_as_before_goes_by_python(rig: Rig, what: str) -> None:
     elif what == "capture":
         rig.driver.capturing = 1
     elif what == "scratch":
-        a = BASE[:1].view(1, 1).expand(1024, 32)
+        a = BASE[:1].view(1, 1).expand(4096, 32)
     else:
         a = BASE[:1].view(1, 1).expand(MOST + 1, 32)
         with pytest.raises(ValueError, match="too long"):

@@ -17,12 +17,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._attention import logits, step, tile
 from hal.backends.cuda._split import chunk_of, keys_of, seek
+from hal.backends.cuda.decode_attention import leave
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
 from hal.bench.cuda.attention import HEADS, PAGE
@@ -37,34 +39,31 @@ CACHED = 1 << 28
 """Bytes of keys and values that the layers of a timed graph read at least: they must not stay in the second cache."""
 
 
+@triton.jit
+def _pages(blocks, j, high, N: tl.constexpr, PAGE: tl.constexpr, BY_PAGE: tl.constexpr):
+    """The pages of keys [j, j + N), or of each of them; -1 from `high` on."""
+    if BY_PAGE:  # `j` and N are multiples of PAGE
+        p = j // PAGE + tl.arange(0, N // PAGE)
+        return tl.load(blocks + p, p * PAGE < high, other=-1)
+    else:
+        keys = j + tl.arange(0, N)
+        return tl.load(blocks + keys // PAGE, keys < high, other=-1)
+
+
 @launch.jit(
-    do_not_specialize=(
-        "kv_indptr",
-        "table",
-        "part",
-        "part_lse",
-        "q_row",
-        "q_head",
-        "kc_page",
-        "kc_token",
-        "kc_head",
-        "out_row",
-        "out_head",
-        "pages",
-        "row",
-        "nnz",
-        "bs",
-        "programs",
-        "scale",
-    )
+    do_not_specialize="""
+    kv_indptr table counters part_lse q_row q_head kc_page kc_token kc_head out_row out_head pages row nnz bs programs
+    scale
+    """.split()
 )
 def decode_by_blocks_kernel(
-    q, k_cache, v_cache, kv_indptr, table, out, part, part_lse,
+    q, k_cache, v_cache, kv_indptr, table, out, counters, part, part_lse,
     q_row: tl.int64, q_head: tl.int64, kc_page: tl.int64, kc_token: tl.int64, kc_head: tl.int64, out_row: tl.int64,
     out_head: tl.int64, pages: tl.int64, row: tl.int64, nnz: tl.int64, bs: tl.int32, programs: tl.int32, scale,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BY_PAGE: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -91,15 +90,14 @@ def decode_by_blocks_kernel(
         k_base = k_cache + kv_head * kc_head
         v_base = v_cache + kv_head * kc_head
         blocks = table + request.to(tl.int64) * row
+        coming = _pages(blocks, low, high, N, PAGE, BY_PAGE)
         for j in tl.range(low, high, N, num_stages=STAGES):
-            keys = j + tl.arange(0, N)
+            numbers = coming
+            coming = _pages(blocks, j + N, high, N, PAGE, BY_PAGE)
             if BY_PAGE:
-                # `low` and N are multiples of PAGE.
-                p = j // PAGE + tl.arange(0, N // PAGE)
-                numbers = tl.load(blocks + p, p * PAGE < high, other=-1)
-                number = tl.reshape(tl.broadcast_to(numbers[:, None], (N // PAGE, PAGE)), (N,)).to(tl.int64)
-            else:
-                number = tl.load(blocks + keys // PAGE, keys < high, other=-1).to(tl.int64)
+                numbers = tl.reshape(tl.broadcast_to(numbers[:, None], (N // PAGE, PAGE)), (N,))
+            number = numbers.to(tl.int64)
+            keys = j + tl.arange(0, N)
             ok = (number >= 0) & (number < pages) & (keys < high)
             at = number * kc_page + (keys % PAGE) * kc_token
             k = tile(k_base, at, ok, 0, D, D)
@@ -108,17 +106,10 @@ def decode_by_blocks_kernel(
             acc, top, total = step(acc, top, total, s, tile(v_base, at, ok, 0, D, D))
         if PDL:
             gdc_launch_dependents()
-        some = total != 0.0
-        acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
-        sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-        d = tl.arange(0, D)[None, :]
-        if parts == 1:
-            to = out + request.to(tl.int64) * out_row + head[:, None] * out_head + d
-            tl.store(to, acc.to(out.dtype.element_ty), there[:, None])
-        else:
-            line = c.to(tl.int64) * Q_HEADS + head
-            tl.store(part + line[:, None] * D + d, acc, there[:, None])
-            tl.store(part_lse + line, sums, there)
+        leave(
+            acc, top, total, 1.0, out, None, counters, part, part_lse, c, before, request, parts, block, kv_head,
+            out_row, out_head, Q_HEADS, GROUP, BLOCKS, M, D, D, False, 0, HEADS, ROWS, TOGETHER,
+        )  # fmt: skip
 
 
 def decode_by_blocks(

@@ -62,7 +62,8 @@ SAMPLES = [(op, sample) for op in BUILTIN for sample in samples(op)]
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, each program of a grid takes its time, whether it finds work or not: 4 of them, of 16 processors."""
     if INTERPRETED and not CUDA:
-        monkeypatch.setattr("hal.backends.cuda.decode_attention.PER_SM", Fraction(1, 4))
+        for name in ("PER_SM", "DEEP_PER_SM"):
+            monkeypatch.setattr(f"hal.backends.cuda.decode_attention.{name}", Fraction(1, 4))
 
 
 def target_of(op: str) -> DirectTarget:

@@ -1,0 +1,94 @@
+"""decode_attention's parts, merged in the launch that made them, by whoever counts that all are done.
+
+Under TRITON_INTERPRET=1: merged in levels. On a CUDA device: counters of graphs, which nobody clears between replays.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hal.ops import get_spec
+from hal.ops.proofs.judge import right_any
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+import triton
+import triton.language as tl
+
+from hal.backends.cuda._split import chunk_of
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LONG = {"bs": 3, "longest": 1500, "lengths": "full", "slots": 4800, "kv_heads": 2, "q_heads": 10, "dtype": "bf16"}
+
+
+@triton.jit
+def chunk_kernel(indptr, to, nnz, bs, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(to, chunk_of(indptr, tl.arange(0, BLOCK), nnz, bs, programs, 0, 128, False))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Parts of 16 keys, merged three at a time, two at once."""
+    from hal.backends.cuda import decode_attention as module
+
+    module._plans.clear()
+    for name, value in {"DEEP_PER_SM": 1, "SHORTEST": 16, "TOGETHER": 3 * 8 * 32, "AT_ONCE": 2 * 8 * 32}.items():
+        monkeypatch.setattr(module, name, value)
+    yield module
+    module._plans.clear()
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("change", [{"bs": 1, "kv_heads": 1, "q_heads": 5}, {"bs": 2, "values": "skip"}], ids=str)
+def test_merged_in_levels(module: Any, change: dict[str, Any]) -> None:
+    args = get_spec("decode_attention").make(**{**LONG, "longest": 400, "head_dim": 32, **change})
+    wants = get_spec("decode_attention").oracle(args)
+    result = module.decode_attention(**args)
+    assert [step.run.static.get("TOGETHER") for plan in module._plans.values() for step in plan.steps] == [3, 3]
+    assert bool(right_any(result, wants["return"]).all())
+    assert bool(right_any(args["lse"], wants["lse"]).all())
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("bs", [2, 34, 40, 65])
+def test_equal_requests_are_parts_that_run_at_once(bs: int) -> None:
+    """40 requests over 66 programs in 2 parts each would be a second wave of 14; as one part each they are none."""
+    indptr = 3000 * torch.arange(bs + 1, dtype=torch.int32, device="cpu")
+    chunk = torch.zeros(1, dtype=torch.int32, device="cpu")
+    chunk_kernel[(1,)](indptr, chunk, 3000 * bs, bs, 66, BLOCK=128)
+    even = -(-3000 * bs // 66)
+    assert even <= int(chunk) <= 2 * even
+    assert bs * -(-3000 // int(chunk)) <= 66
+
+
+@pytest.mark.skipif(not CUDA or INTERPRETED, reason="needs a CUDA device")
+def test_graphs_have_counters_of_their_own() -> None:
+    from hal.backends.cuda import decode_attention as module
+
+    args = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in get_spec("decode_attention").make(**{**LONG, "head_dim": 128}).items()
+    }
+    want = module.decode_attention(**{**args, "out": None, "lse": None})
+    graphs, outs, streams = [], [], [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        out, graph = torch.zeros_like(want), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                module.decode_attention(**{**args, "out": out, "lse": None})
+        graphs.append(graph)
+        outs.append(out)
+    assert len({t.data_ptr() for t in module._plans._captured.values()}) >= 3
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager = module.decode_attention(**{**args, "out": None, "lse": None})
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out in (*outs, eager))
+        for out in outs:
+            out.zero_()
+    assert not any(bool(t.any()) for t in module._plans._captured.values())
