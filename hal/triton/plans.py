@@ -283,7 +283,7 @@ class plans(dict[Any, Plan]):
         if device.index not in self._spare:
             spare = torch.zeros(CAPTURES, COUNTERS, dtype=torch.float32, device=device)
             # Graphs will be replayed on streams that don't wait for this one. Once a device, beside the compiler.
-            made = torch.cuda.Event()
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             made.record(torch.cuda.current_stream(device))
             made.synchronize()
             self._spare[device.index] = list(spare.unbind())

@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +224,25 @@ def test_a_failed_launch_is_told(rig: Rig) -> None:
     rig.driver.code = 719
     with pytest.raises(RuntimeError, match="719"):
         rig(A, B)
+
+
+def test_a_captured_graph_has_counters_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all its launches on a stream, no other's; without any to spare they are cleared."""
+    scratch = torch.ones(2 * COUNTERS, dtype=torch.float32, device="cpu")
+    assert not rig.plans._counters(scratch)[:COUNTERS].any()
+    assert bool(scratch[COUNTERS:].all())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    on_device: Any = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    assert rig.plans._counters(on_device) is on_device
+    spare = torch.zeros(3, COUNTERS, dtype=torch.float32, device="cpu").unbind()
+    rig.plans._spare = {0: list(spare)}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    given = []
+    for capture in ((1, 7), (1, 7), (2, 7), (1, 8)):
+        monkeypatch.setattr(launch, "_capture", lambda device, capture=capture: capture)
+        given.append(rig.plans._counters(on_device).data_ptr())
+    assert given[0] == given[1]
+    assert set(given) == {t.data_ptr() for t in spare}
 
 
 def test_threads_start_their_pairs_together(rig: Rig) -> None:
