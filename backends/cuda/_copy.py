@@ -31,11 +31,11 @@ UNIT_INNER, PAIR_INNER, CHUNK_OUTER = 0, 1, 2
 
 
 @launch.jit(
-    do_not_specialize=(
-        "src_slots", "dst_slots", "src_bases", "dst_bases", "n", "units", "first", "count", "src_size", "dst_size",
-        "src_page", "src_token", "src_chunk", "dst_page", "dst_token", "dst_chunk", "layers",
-    )
-)  # fmt: skip
+    do_not_specialize="""
+    src_slots dst_slots src_bases dst_bases n units first count src_size dst_size src_page src_token
+    src_chunk dst_page dst_token dst_chunk layers
+    """.split()
+)
 def copy_rows_kernel(
     src_slots, dst_slots, src_bases, dst_bases,
     n: tl.int32, units: tl.int32, first: tl.int32, count: tl.int32, layers: tl.int32,
@@ -115,9 +115,12 @@ def _need_pinned(src: KVPool, dst: KVPool) -> None:
     for name, pool in (("src", src), ("dst", dst)):
         if pool.device.type == "cpu" and not pool.pinned and launch.lane() == "device":
             raise ArgumentError(
-                "kv_transfer", name, "pinned host memory for method 'kernel' (KVPool.host_like makes it), or method "
-                "'direct' with slots on the CPU", f"{pool}, pageable",
-            )  # fmt: skip
+                "kv_transfer",
+                name,
+                "pinned host memory for method 'kernel' (KVPool.host_like makes it), or method "
+                "'direct' with slots on the CPU",
+                f"{pool}, pageable",
+            )
 
 
 class Tables:
@@ -156,9 +159,16 @@ class Plan:
         self.groups = [_Group(a, b, src_page, dst_page, device) for a, b in groups if a[0].row_bytes]
 
     def run(
-        self, src_slots: Tensor, dst_slots: Tensor, src_size: int, dst_size: int, first: int, number: int,
-        num_layers: int, count: int,
-    ) -> None:  # fmt: skip
+        self,
+        src_slots: Tensor,
+        dst_slots: Tensor,
+        src_size: int,
+        dst_size: int,
+        first: int,
+        number: int,
+        num_layers: int,
+        count: int,
+    ) -> None:
         """Layers `first` to ``first + number`` of pools of so many slots and layers, by `count` programs at most."""
         n = src_slots.shape[0]
         stream = launch._stream(self.index) if self.index >= 0 else 0
@@ -199,11 +209,18 @@ class _Group:
         on = pdl(device.index if device.index is not None else -1)
         self.rows = max(1, min(64, TILE_BYTES // (next_power_of_2(words) * word)))
         self.launch = copy_rows_kernel.bind(
-            SRC_PAGE=pages[0], DST_PAGE=pages[1], CHUNKS=self.chunks, WORDS=words,
-            WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word], ALIGN=align,
+            SRC_PAGE=pages[0],
+            DST_PAGE=pages[1],
+            CHUNKS=self.chunks,
+            WORDS=words,
+            WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[word],
+            ALIGN=align,
             ORDER=CHUNK_OUTER if self.chunks > 1 else UNIT_INNER if together else PAIR_INNER,
-            ROWS=self.rows, PDL=on, num_warps=WARPS, launch_pdl=on,
-        )  # fmt: skip
+            ROWS=self.rows,
+            PDL=on,
+            num_warps=WARPS,
+            launch_pdl=on,
+        )
         self.tables = Tables(device, *([base for p in side for base in p.bases] for side in (src, dst)))
         self.src_bases, self.dst_bases = self.tables.tensors
         self.number = next(_numbers)
@@ -217,21 +234,42 @@ _groups: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary(
 
 @kinds.plans
 def _launches(
-    src_slots: Tensor, dst_slots: Tensor, src_bases: Tensor, dst_bases: Tensor, group: int, first: int, number: int,
-    num_layers: int, src_size: int, dst_size: int, count: int,
-) -> kinds.Plan:  # fmt: skip
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    src_bases: Tensor,
+    dst_bases: Tensor,
+    group: int,
+    first: int,
+    number: int,
+    num_layers: int,
+    src_size: int,
+    dst_size: int,
+    count: int,
+) -> kinds.Plan:
     g = _groups[group]
     units = g.halves * number
     args = (
-        "src_slots", "dst_slots", "src_bases", "dst_bases", kinds.length("src_slots"), units, first, number,
-        num_layers, src_size, dst_size, *g.strides,
-    )  # fmt: skip
+        "src_slots",
+        "dst_slots",
+        "src_bases",
+        "dst_bases",
+        kinds.length("src_slots"),
+        units,
+        first,
+        number,
+        num_layers,
+        src_size,
+        dst_size,
+        *g.strides,
+    )
     tiles = kinds.length("src_slots", by=units * g.chunks, per=g.rows)
     few = count * g.rows // (units * g.chunks)
-    return kinds.Plan((
-        kinds.Step(g.launch, tiles, args, (("src_slots", 0, few),)),
-        kinds.Step(g.launch, kinds.Size(count), args, (("src_slots", few, MOST_ROWS),)),
-    ))  # fmt: skip
+    return kinds.Plan(
+        (
+            kinds.Step(g.launch, tiles, args, (("src_slots", 0, few),)),
+            kinds.Step(g.launch, kinds.Size(count), args, (("src_slots", few, MOST_ROWS),)),
+        )
+    )
 
 
 _plans: Plans[Plan] = Plans(256)

@@ -87,7 +87,7 @@ def _rows(base, slot, num_slots, page, token, PAGE: gl.constexpr, UNIT: gl.const
     if slot.dtype == gl.int32 and PAGE == 1:  # one instruction instead of six
         at = gl.inline_asm_elementwise(
             "mul.wide.s32 $0, $1, $2;", "=l,r,r", [slot, page.to(gl.int32)], dtype=gl.int64, is_pure=True, pack=1
-        )  # fmt: skip
+        )
     else:
         at = place(slot.to(gl.int64), page, token, PAGE)
     d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
@@ -99,7 +99,7 @@ def _halves(x, kind: gl.constexpr):
     """The fp8 elements of words as fp16: ``[..., 2, 2]`` behind the words' own dims."""
     a, b = gl.inline_asm_elementwise(
         E5M2 if kind == gl.float8e5 else E4M3, "=&r,=&r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )  # fmt: skip
+    )
     x = gl.join(a, b)
     return gl.join(x.to(gl.int16), (x >> 16).to(gl.int16)).to(gl.float16, bitcast=True)
 
@@ -127,9 +127,7 @@ def _values(v, KIND: gl.constexpr, V: gl.constexpr, OPERAND: gl.constexpr):
     N: gl.constexpr = v.shape[1]
     D: gl.constexpr = v.shape[2] * WORD
     a, b = gl.split(v.reshape([W, N // 2, 2, D // WORD]).permute((0, 1, 3, 2)))
-    a, b = gl.inline_asm_elementwise(
-        PAIRS, "=&r,=&r,r,r", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )  # fmt: skip
+    a, b = gl.inline_asm_elementwise(PAIRS, "=&r,=&r,r,r", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     # [W, pairs of keys, words, 2, 2: element of the word, 2: key of the pair]
     v = _halves(gl.join(a, b), KIND).reshape([W, N // 2, D // (32 * V), 8, 4 * V, 2])
     return gl.convert_layout(v.permute((0, 2, 4, 3, 1, 5)).reshape([W, D, N]), OPERAND)

@@ -24,9 +24,8 @@ from hal.triton.launch import lane
 
 
 def kv_transfer(
-    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *,
-    layers: range | None = None, method: str = "auto",
-) -> None:  # fmt: skip
+    src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, *, layers: range | None = None, method: str = "auto"
+) -> None:
     by_kernel = method != "direct" and (src_slots.is_cuda or lane() != "device")
     if by_kernel and (layers is None or len(layers)) and _copy.again(src, dst, src_slots, dst_slots, layers):
         return
@@ -46,7 +45,7 @@ def kv_transfer(
 
 def _from_host(
     src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, method: str, device: torch.device
-) -> None:  # fmt: skip
+) -> None:
     """Slots on the CPU: their runs are known, so any method will do."""
     if torch.cuda.is_current_stream_capturing():
         raise HalError("hal: kv_transfer: slots on the CPU can't be captured in a graph; give slots on the device")

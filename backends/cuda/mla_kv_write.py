@@ -44,11 +44,7 @@ def _within(there, i, SIZE: tl.constexpr):
         return there & (i < SIZE)
 
 
-@launch.jit(
-    do_not_specialize=(
-        "slots", "kv_scale", "lora_token", "rope_token", "cache_page", "cache_token", "num_slots", "n",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize="slots kv_scale lora_token rope_token cache_page cache_token num_slots n".split())
 def mla_kv_write_kernel(
     kv_lora, k_rope, kv_cache, slots, kv_scale,
     lora_token: tl.int64, rope_token: tl.int64, cache_page: tl.int64, cache_token: tl.int64,
@@ -86,15 +82,29 @@ def _plans(kv_lora: Tensor, k_rope: Tensor, kv_cache: Tensor, slots: Tensor, kv_
     unit = copy_unit(strides)
     on = pdl(kv_lora.get_device())
     args = (
-        "kv_lora", "k_rope", "kv_cache", "slots", "kv_scale", *(s // unit for s in strides),
-        length("kv_cache", by=page_size(kv_cache, row_dims=1)), length("kv_lora"),
-    )  # fmt: skip
+        "kv_lora",
+        "k_rope",
+        "kv_cache",
+        "slots",
+        "kv_scale",
+        *(s // unit for s in strides),
+        length("kv_cache", by=page_size(kv_cache, row_dims=1)),
+        length("kv_lora"),
+    )
     steps, fewest = [], 0
     for most, rows, warps in TILES:
         run = mla_kv_write_kernel.bind(
-            LORA=kv_lora.shape[-1], ROPE=k_rope.shape[-1], PAGE=page, UNIT=unit, FP8=kv_cache.dtype in FP8,
-            KIND=scale_kind(kv_scale), ROWS=rows, PDL=on, num_warps=warps, launch_pdl=on,
-        )  # fmt: skip
+            LORA=kv_lora.shape[-1],
+            ROPE=k_rope.shape[-1],
+            PAGE=page,
+            UNIT=unit,
+            FP8=kv_cache.dtype in FP8,
+            KIND=scale_kind(kv_scale),
+            ROWS=rows,
+            PDL=on,
+            num_warps=warps,
+            launch_pdl=on,
+        )
         steps.append(Step(run, length("kv_lora", per=rows), args, (("kv_lora", fewest, most),)))
         fewest = most
     return Plan(tuple(steps))

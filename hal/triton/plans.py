@@ -48,9 +48,15 @@ CAPTURES = 256
 
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add, "*": operator.mul, "/": operator.floordiv, "u": lambda a, b: -(-a // b), "<": min, ">": max,
-    "s": operator.lshift, "g": lambda a, b: (a // b).bit_length() - 1,
-}  # fmt: skip
+    "+": operator.add,
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "u": lambda a, b: -(-a // b),
+    "<": min,
+    ">": max,
+    "s": operator.lshift,
+    "g": lambda a, b: (a // b).bit_length() - 1,
+}
 """What ``_plans.c`` does with two numbers, of which none is negative but in sums."""
 
 

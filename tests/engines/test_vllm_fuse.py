@@ -111,9 +111,14 @@ def write_latent(latent: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def latent(
-    x: Any, w: Any, positions: Any, table: Any, begin: int = NOPE, also: Callable[[Any, Any], Any] | None = None,
+    x: Any,
+    w: Any,
+    positions: Any,
+    table: Any,
+    begin: int = NOPE,
+    also: Callable[[Any, Any], Any] | None = None,
     scale: float = 1.0,
-) -> Any:  # fmt: skip
+) -> Any:
     """As DeepSeek's layer: two heads of 12, the last 8 of them rotated; `also`: what else reads q and k before that."""
     q = (x @ w[:, : 2 * (NOPE + D)]).view(-1, 2, NOPE + D)
     c, k = torch.split(x @ w[:, :24], [LORA, D], -1)

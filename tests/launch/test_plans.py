@@ -261,9 +261,16 @@ def test_threads_start_their_pairs_together(rig: Rig) -> None:
 def test_numbers_are_the_same_in_c(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = length("a"), length("b")
     numbers = (
-        a + -3, a.times(b), a.per(b), b.within(a), a.at_least(20), a.at_most(20), (a + b).log2(), a.doubled(b.log2()),
+        a + -3,
+        a.times(b),
+        a.per(b),
+        b.within(a),
+        a.at_least(20),
+        a.at_most(20),
+        (a + b).log2(),
+        a.doubled(b.log2()),
         (a + b).per(8).at_least(1).within(132).at_least(1).at_most(b.per(3)).log2(),
-    )  # fmt: skip
+    )
     kernel = launch.jit(do_not_specialize=("n",))(second)
     for number in numbers:
         monkeypatch.setattr(

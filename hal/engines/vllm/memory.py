@@ -11,10 +11,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 VIEWS = (
-    torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.slice.Tensor, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
     torch.ops.aten.squeeze.dims,
-)  # fmt: skip
+)
 _SPLITS = torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor
 
 

@@ -70,9 +70,13 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         **others: Any,
     ) -> None:
         reasons = limits.of_layer(
-            kv_cache_dtype=kv_cache_dtype, attn_type=attn_type or AttentionType.DECODER, alibi_slopes=alibi_slopes,
-            sparse_attention=indexer, sharing_of_latent_rows=kv_sharing_target_layer_name, **others,
-        )  # fmt: skip
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=attn_type or AttentionType.DECODER,
+            alibi_slopes=alibi_slopes,
+            sparse_attention=indexer,
+            sharing_of_latent_rows=kv_sharing_target_layer_name,
+            **others,
+        )
         config = get_current_vllm_config()
         limits.check_config(config, reasons)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, 1
@@ -102,11 +106,23 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
         index = torch.zeros(2, dtype=torch.int32, device=device)
         one = torch.ones((), dtype=torch.float32, device=device)
         scales = {} if self.fp8 is None else {"k_scale": one, "v_scale": one}
-        attend = {"q": q, "k_cache": k, "v_cache": v, "kv_indptr": index, "kv_indices": index, "out": out,
-                  **self.options, **scales}  # fmt: skip
+        attend = {
+            "q": q,
+            "k_cache": k,
+            "v_cache": v,
+            "kv_indptr": index,
+            "kv_indices": index,
+            "out": out,
+            **self.options,
+            **scales,
+        }
         lora = torch.zeros(1, self.kv_lora_rank, dtype=self.dtype, device=device)
-        write = {"kv_lora": lora, "k_rope": q[:, 0, : self.qk_rope_head_dim], "kv_cache": rows,
-                 "slots": torch.zeros(1, dtype=torch.int64, device=device)}  # fmt: skip
+        write = {
+            "kv_lora": lora,
+            "k_rope": q[:, 0, : self.qk_rope_head_dim],
+            "kv_cache": rows,
+            "slots": torch.zeros(1, dtype=torch.int64, device=device),
+        }
         if self.fp8 is not None:
             write["kv_scale"] = one
         rope = self.qk_rope_head_dim
@@ -117,10 +133,14 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
                 "decode_attention": attend,
                 "extend_attention": {**attend, "qo_indptr": index},
                 "mla_kv_write": write,
-                "mla_rope_kv_write": {**write, "q_rope": q[..., -rope:], "cos_sin_cache": table,
-                                      "positions": write["slots"]},
+                "mla_rope_kv_write": {
+                    **write,
+                    "q_rope": q[..., -rope:],
+                    "cos_sin_cache": table,
+                    "positions": write["slots"],
+                },
             },
-        )  # fmt: skip
+        )
         kv = torch.zeros(2, self.num_heads, self.widths.nope + self.widths.v, dtype=self.dtype, device=device)
         k, v = self._heads(kv, write["k_rope"].expand(2, -1))
         pool = _pool(rows)
@@ -128,12 +148,18 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
             device,
             like={
                 "extend_attention": {
-                    "q": k, "k_cache": k, "v_cache": v, "qo_indptr": index, "kv_indptr": index, "kv_indices": index,
-                    "out": v.contiguous(), **self.options,
+                    "q": k,
+                    "k_cache": k,
+                    "v_cache": v,
+                    "qo_indptr": index,
+                    "kv_indptr": index,
+                    "kv_indices": index,
+                    "out": v.contiguous(),
+                    **self.options,
                 },
                 "kv_transfer": {"src": pool, "dst": pool, "src_slots": index, "dst_slots": index},
             },
-        )  # fmt: skip
+        )
 
     def _heads(self, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of heads: of the projection of latents ``[n, heads, nope + v]``, and ``[n, rope]``."""
@@ -199,9 +225,16 @@ class HalMLAImpl(MLAAttentionImpl[MLAStep]):
             rows, slots, scale = self._place(kv_cache, slot_mapping, k_scale)
             n = slots.shape[0]
             self.ops.mla_rope_kv_write(
-                query[:n, :, self.widths.nope :], key[:n], latents[:n], cos_sin_cache, positions[:n], rows, slots,
-                interleaved=not is_neox, **scale,
-            )  # fmt: skip
+                query[:n, :, self.widths.nope :],
+                key[:n],
+                latents[:n],
+                cos_sin_cache,
+                positions[:n],
+                rows,
+                slots,
+                interleaved=not is_neox,
+                **scale,
+            )
 
     def _place(self, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """(the cache's rows, slots, what a cache of fp8 is divided by)."""

@@ -112,10 +112,20 @@ class MLAStepBuilder(StepBuilder):
                     tokens = starts[first]
                     found = self._groups(m, starts, lengths, range(first, n))
         return MLAStep(
-            m.num_actual_tokens, first, min(decodes, first), m.query_start_loc[: first + 1], kv_indptr[: first + 1],
-            self.kv_indices, m.max_query_len, m.max_seq_len, m.slot_mapping, tokens, m.num_reqs, found,
+            m.num_actual_tokens,
+            first,
+            min(decodes, first),
+            m.query_start_loc[: first + 1],
+            kv_indptr[: first + 1],
+            self.kv_indices,
+            m.max_query_len,
+            m.max_seq_len,
+            m.slot_mapping,
+            tokens,
+            m.num_reqs,
+            found,
             self.workspace,
-        )  # fmt: skip
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAStep:
         # Lists of the latent rows lie in buffers that stay; those of a group do not.
