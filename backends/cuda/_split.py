@@ -31,22 +31,21 @@ def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr,
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
     if (bs > 1) & (bs < programs) & (bs <= BLOCK):
-        widest = most.to(tl.int64) * 2
-        count = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
-        pace = 1.0
-        while (count > programs) & (most < widest):
-            most = tl.minimum(wider(most, count, programs, pace), widest).to(tl.int32)
-            pace *= 2.0
-            count = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
+        parts = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
+        if parts > programs:
+            given = tl.minimum(most, 2**30 - 1)
+            most = at_once(most, given * 2, kv_indptr, each, nnz, bs, programs, window, WINDOW)
+            most = at_once(most, given + given // 2, kv_indptr, each, nnz, bs, programs, window, WINDOW)
+            most = at_once(most, given + given // 4, kv_indptr, each, nnz, bs, programs, window, WINDOW)
+            most = at_once(most, given + given // 8, kv_indptr, each, nnz, bs, programs, window, WINDOW)
     return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
 
 
 @triton.jit
-def wider(most, count, programs, pace):
-    """`most`, and `pace` times as much more of it as there are more parts than programs, or about that."""
-    more = (count - programs).to(tl.float32) / programs.to(tl.float32)
-    about = most.to(tl.float32) * (1.0 + more * pace)
-    return tl.maximum(most, tl.minimum(about, 2.0**30).to(tl.int32) + 1)
+def at_once(most, wider, kv_indptr, each, nnz, bs, programs, window, WINDOW: tl.constexpr):
+    """`wider`, if parts of so many keys run at once, else `most`. No loop: its barriers took registers aside."""
+    count = tl.sum(counts(kv_indptr, each, nnz, bs, wider, window, WINDOW))
+    return tl.where(count <= programs, wider, most)
 
 
 @triton.jit

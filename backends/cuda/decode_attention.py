@@ -28,7 +28,7 @@ from hal.triton.plans import COUNTERS, Counters, Plan, Scratch, Size, Step, leng
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
 DEEP_TILE = (16, 64, 4, 4)
-"""(M, N, warps, stages) on Hopper of 16-bit rows of up to 128 elements: three tiles of keys under way."""
+"""(M, N, warps, stages) on Hopper of 16-bit rows of up to 128 elements, a power of two: three tiles of keys under way."""
 DEEP_PER_SM = 2
 """Programs of that tile a multiprocessor: as many as shared memory is for."""
 SHORTEST = 128
@@ -245,7 +245,8 @@ def _plan(
     fp8 = k_cache.dtype in FP8
     m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
     deep = m == 16 and max(dim, v_dim) <= 128 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2
-    deep = deep and arch(device) == 90
+    d0, d1 = _attention.parts(dim)
+    deep = deep and not d1 and arch(device) == 90
     if deep:
         m, n, warps, stages = DEEP_TILE
     k_page, kc = fuse_pages(k_cache)
@@ -260,7 +261,6 @@ def _plan(
     if hopper or lanes:
         m = 64 if hopper else 8
     blocks = kv_heads * -(-group // m)
-    d0, d1 = _attention.parts(dim)
     pad = max(16, next_power_of_2(v_dim))
     common = {
         "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
