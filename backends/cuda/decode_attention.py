@@ -28,7 +28,7 @@ from hal.triton.plans import COUNTERS, Counters, Plan, Scratch, Size, Step, leng
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
 DEEP_TILE = (16, 64, 4, 4)
-"""(M, N, warps, stages) on Hopper of 16-bit rows of up to 128 elements, a power of two: three tiles of keys under way."""
+"""(M, N, warps, stages) on Hopper, of 16-bit rows of 16, 32, 64 or 128 elements: three tiles of keys under way."""
 DEEP_PER_SM = 2
 """Programs of that tile a multiprocessor: as many as shared memory is for."""
 SHORTEST = 128
