@@ -64,7 +64,8 @@ def test_no_case_passes_against_an_empty_function(op: str) -> None:
         assert result.outcome in expected, f"{case.id}: {result.outcome} {result.reason}"
 
 
-def test_what_is_kept_of_some_calls_alone_is_no_leak() -> None:
+def test_what_is_kept_of_some_calls_alone_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.conformance.proofs.soak.SECONDS", float("inf"))  # as many calls on a busy machine
     op, good = "get_last_loc", get_spec("get_last_loc").reference
     case = Case(op, "leak", "all")
 
