@@ -40,8 +40,11 @@ def test_no_prefill_was_quicker_than_the_model(name: str) -> None:
     runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
     times = [(t["tokens"], t["ms"] * 1e-3) for run in runs for t in run["ttft"]]
     assert {4096, 32768} <= {n for n, _ in times}
-    for tokens, seconds in times:
-        assert 0.4 < scale.SHAPES[name].compute(tokens) / seconds < 1.02
+    for tokens in {n for n, _ in times}:
+        measured = [seconds for n, seconds in times if n == tokens]
+        assert all(scale.SHAPES[name].compute(tokens) / seconds < 1.02 for seconds in measured)
+        # A busy host makes a short prompt as slow as it likes, but not every one.
+        assert scale.SHAPES[name].compute(tokens) / min(measured) > 0.4
 
 
 @pytest.mark.parametrize("shape", SHAPES)

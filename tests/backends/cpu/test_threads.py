@@ -327,8 +327,6 @@ import hal.backends.cpu._pool
 {whose}
 torch.set_num_threads(4)
 from hal.ops import get_spec
-from hal.ops.kv_transfer import stacked
-from hal.ops.proofs.judge import right_any
 from hal.backends.cpu.rope_kv_write import rope_kv_write
 a = get_spec("rope_kv_write").make(n=2000, slots=2048, q_heads=8, kv_heads=2, head_dim=128)
 for _ in range(20):
