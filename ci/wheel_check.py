@@ -7,7 +7,9 @@ metadata are valid, and their description has no link that would lead nowhere fr
 
 from __future__ import annotations
 
+import contextlib
 import email
+import importlib
 import os
 import re
 import subprocess
@@ -21,7 +23,8 @@ NEEDED = ("hal/py.typed", "hal/_api.pyi", "hal/_bound.pyi", "hal/registry/_manif
 # Run on being imported, or by a foreign compiler alone: `python -m` what they are for.
 PROGRAMS = ("__main__", "_worker")
 
-
+# Other people's packages whose import is slow: made once for all children.
+SLOW = ("torch", "numba", "triton.language", "transformers.modeling_utils")
 SOURCES = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.py", "ci/docs_text.py", "tests/conftest.py")
 
 
@@ -108,7 +111,9 @@ def described(data: bytes) -> list[str]:
 
 def each(modules: list[str]) -> list[tuple[str, str]]:
     """Imports each module in a forked child: (module, '' or what was wrong)."""
-    import torch  # noqa: F401  (the one slow import, made once for all children)
+    for name in SLOW:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     code = """
 import sys
