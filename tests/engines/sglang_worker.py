@@ -29,6 +29,8 @@ SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "log_level": "info",
     "random_seed": 0,
+    # Else its scheduler takes a core for as long as it has nothing to do.
+    "sleep_on_idle": True,
 }
 
 

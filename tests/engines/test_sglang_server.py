@@ -42,7 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         port = s.getsockname()[1]
     path = tmp_path_factory.mktemp("server")
     trace, log, where = path / "calls.trace", path / "log.txt", f"http://127.0.0.1:{port}"
-    options = "--device cpu --dtype float32 --max-total-tokens 2560 --page-size 16 --skip-server-warmup".split()
+    options = """
+        --device cpu --dtype float32 --max-total-tokens 2560 --page-size 16 --skip-server-warmup --sleep-on-idle
+    """.split()
     model = ["--model-path", str(vllm_models.smollm2())]
     command = [sys.executable, "-m", "sglang.launch_server", *model, *options, "--port", str(port)]
     environment = {**workers.environment(), "HAL_ENGINES": "sglang", "HAL_TRACE": str(trace), "OMP_NUM_THREADS": "1"}

@@ -47,6 +47,8 @@ def engines() -> tuple[served.Engine, served.Engine, int]:
         "OMP_NUM_THREADS": "1",
         "HAL_TRACE": str(folder() / "calls.trace"),
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        # How long the slots of a request are kept whose prefill is gone: all the while its scheduler takes a core.
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "4",
         **served.UCX,
     }
     worker, port = served.Served("sglang_served.py", folder(), environment), served.free_port()
@@ -122,4 +124,5 @@ def test_the_prefill_dies_while_its_kv_is_waited_for() -> None:
     end = time.monotonic() + 60
     while decode.ask(free=True)["used"]:
         assert time.monotonic() < end
+        time.sleep(0.2)
     decode.kill()
