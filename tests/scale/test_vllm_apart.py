@@ -168,6 +168,8 @@ def test_a_stale_promise_is_refused() -> None:
 def test_the_decodes_pool_is_full() -> None:
     """Four requests of a quarter of the pool and a little more: the last waits, and none is wrong."""
     prefill, decode = engines("llama-gqa")
+    # What refused requests were promised is read: the prefill's last would wait half a minute for those blocks.
+    decode.ask(prompts=promised(1)[0], kv=promised(1)[1])
     given = rounds.prompts((241, 242, 243, 240), seed=8)
     kv = prefill.ask(prompts=given, new=1, kv=[PREFILL] * 4)["kv"]
     found = decode.ask(prompts=given, kv=kv)
