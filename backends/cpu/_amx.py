@@ -50,6 +50,8 @@ def _shapes(shapes: list[tuple[int, int]]) -> bytes:
 
 FEW = _shapes([(16, 16), (16, 16), (16, 64), (16, 64), (16, 16), (8, 64), (8, 64), (8, 64)])
 """For `tile_dots` and `tile_weigh`, of four queries: sums twice, rows twice, queries; weights, sums twice."""
+STREAM = _shapes([(16, 16), (16, 64), (16, 16), *[(8, 64)] * 5])
+"""For `stream`."""
 MANY = _shapes([(16, 64)] * 8)
 """For `scores` and `weigh_many`."""
 
@@ -83,10 +85,10 @@ def product(b: Any, c: int, x: int, y: int) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def begin_tiles(typingctx: Any, old: Any, shapes: Any) -> Any:
-    """Configures this thread's tiles by `shapes`, few or many, and keeps how they were at `old`, 64 bytes."""
+    """Configures this thread's tiles by `shapes`, few, many or stream, and keeps how they were at `old`, 64 bytes."""
     if not isinstance(shapes, types.StringLiteral):  # numba asks without the literal first
         raise TypingError("the shapes must be a literal")
-    data = {"few": FEW, "many": MANY}[shapes.literal_value]
+    data = {"few": FEW, "many": MANY, "stream": STREAM}[shapes.literal_value]
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         call(b, "sttilecfg", _bytes(b, args[0]))

@@ -14,6 +14,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -195,6 +196,7 @@ def with_tiles(fn: Callable[..., Any], types: str) -> tuple[Kernel, Kernel, Call
     by_tiles.__qualname__ = f"{fn.__qualname__}_by_tiles"  # numba names the file in its cache after it
     kernel, tile_kernel = Kernel(fn, types, shared=True), Kernel(by_tiles, types, shared=True)
 
+    @cache
     def kernel_for(dtype: torch.dtype, dim: int, v_dim: int) -> Kernel:
         tiled = dtype == torch.bfloat16 and not (dim % 32 or v_dim % 32) and _amx.usable()
         return tile_kernel if tiled else kernel

@@ -13,7 +13,7 @@ from hal.backends.cpu._index import get, in_a_row
 from hal.backends.cpu._jit import inline
 from hal.backends.cpu._vector import LANES
 
-BLOCK = 128
+BLOCK = 256
 """Keys in a block, a multiple of 32."""
 SPREAD = BLOCK // LANES
 
@@ -130,7 +130,7 @@ def join(ends, acc, group, v_dim, partial, count):  # type: ignore[no-untyped-de
             store(x, d, np.float32(0.0))
         for c in range(count):
             mine = shift(partial, c * size)
-            by = np.float32(2.0 ** (load(mine, g) - (top if top > -np.inf else np.float32(0.0))))
+            by = np.exp2(load(mine, g) - (top if top > -np.inf else np.float32(0.0)))
             total += by * load(mine, group + g)
             y = shift(mine, 2 * group + g * v_dim)
             for d in range(v_dim):

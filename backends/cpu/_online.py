@@ -11,7 +11,9 @@ Many queries of one request are matrix products: `MOST` draws the line.
 from __future__ import annotations
 
 from array import array
-from itertools import count as count_from
+from functools import cache
+from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +28,24 @@ from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._keys import BLOCK, SPREAD, join, list_rows, list_tiles, split
 from hal.backends.cpu._pool import run
+from hal.backends.cpu._stream import MOST as STREAM_DIMS
+from hal.backends.cpu._stream import stream
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-NEAR = 32 << 20
+NEAR, NEAR_TILES = 32 << 20, 6 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
 COST = 4
 """A byte of the cache costs as much as so many that are copied: calls are shared by threads accordingly."""
 SHARE = _pool.SHARE // COST
-TURNS = 4
+TURNS = 2
 """Turns of each thread at least, where keys of few requests are split."""
-NONE, NO_COUNTS = torch.empty(0, device="cpu", dtype=torch.float32), array("q")
+NONE: array[Any] = array("q")
+NO_INDEX = index(None)
+_rooms: list[tuple[array[int], array[float]]] = []
+"""How many pieces of an item are done, and what they have found: left to later calls, the counts all 0."""
 MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
 """Queries times keys of a request up to which one at a time is faster. A single query always is."""
 
@@ -83,7 +90,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         spans = np.empty(4 * SPREAD, np.int64)
         k_by = view(spans.ctypes.data, "i64")
         v_by = shift(k_by, 2 * SPREAD)
-        begin_tiles(saved, "few")
+        if v_dim <= STREAM_DIMS:
+            begin_tiles(saved, "stream")
+        else:
+            begin_tiles(saved, "few")
     begin = take(counter, grain) if grain else 0
     while begin < n:
         for item in range(begin, min(begin + grain, n) if grain else n):
@@ -166,7 +176,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                         sums, keep = shift(tops, LANES), shift(tops, 2 * LANES)
                         y = shift(acc, part * 4 * v_dim)
                         heads = min(4, group - 4 * part)
-                        if TILES:
+                        if TILES and v_dim <= STREAM_DIMS:
+                            stream(
+                                y, fresh, v_dim, cast(mine, "bf16"), dim, k_by, shift(k_by, SPREAD), v_by,
+                                shift(v_by, SPREAD), m, logits, p, tops, scale, far,
+                            )  # fmt: skip
+                        elif TILES:
                             for c in range(0, padded, 32):
                                 tile_dots(
                                     shift(logits, 4 * c),
@@ -176,8 +191,9 @@ def _kernel(  # type: ignore[no-untyped-def]
                                     shift(k_by, SPREAD + c // LANES),
                                 )
                             for c in range(4 * m, 4 * padded):
-                                store(logits, c, np.float32(-np.inf))
-                            tile_weights(p, logits, padded, tops, sums, keep, scale)
+                                store(logits, c, np.float32(np.inf) if scale < 0 else np.float32(-np.inf))
+                            by = scale if scale != 0 else np.float32(2.0**-120)  # as good as 0, and -inf stays -inf
+                            tile_weights(p, logits, padded, tops, sums, keep, by)
                             if not fresh:
                                 rescale(y, v_dim, keep, 4)
                             tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
@@ -216,6 +232,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     move(shift(all_, piece * size), ends, size)
                     if take(shift(arrived, item // pieces), 1) < count - 1:
                         continue
+                    store(arrived, item // pieces, 0)  # as the next call needs it
                     join(ends, acc, group, v_dim, all_, count)
                 for g in range(group):
                     y = shift(out, t * out_token + (h * group + g) * out_head)
@@ -250,6 +267,16 @@ _TYPES = (
 kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
 
+@cache
+def split_calls(items: int, threads: int) -> int:
+    """Into how many pieces the keys of an item are split: each thread has as many turns then, and TURNS at least."""
+    if threads == 1 or not 0 < items < TURNS * threads:
+        return 1
+    each = threads // gcd(items, threads)
+    return -(-TURNS * threads // items // each) * each
+
+
+@cache
 def bits(page: int, dims: int) -> int:
     """By how many bits a slot is shifted to give its page; 0: `page` is no power of two."""
     if dims == 3:  # all slots are one page
@@ -259,13 +286,14 @@ def bits(page: int, dims: int) -> int:
 
 def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor, logit_cap: float) -> bool:
     """Whether the kernel computes this, and best: heads of whole vectors, few a group, a cache of q's dtype, no cap."""
-    return _fits(q.dtype, k_cache.dtype, q.shape, k_cache.shape, v_cache.shape, logit_cap)
+    _, heads, dim = q.shape
+    return _fits(q.dtype, k_cache.dtype, heads, k_cache.shape[-2], dim, v_cache.shape[-1], logit_cap)
 
 
 def _fits(
-    dtype: torch.dtype, cached: torch.dtype, q: torch.Size, k: torch.Size, v: torch.Size, logit_cap: float
+    dtype: torch.dtype, cached: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int, logit_cap: float
 ) -> bool:
-    return cached is dtype and q[1] <= GROUP * k[-2] and not (q[2] % LANES or v[-1] % LANES or logit_cap)
+    return cached is dtype and heads <= GROUP * kv_heads and not (dim % LANES or v_dim % LANES or logit_cap)
 
 
 def attend(
@@ -286,43 +314,55 @@ def attend(
 
     A small batch waits for little else than this function: each attribute of a tensor is asked for once.
     """
-    dtype, q_shape, k_shape, v_shape = q.dtype, q.shape, k_cache.shape, v_cache.shape
-    if not _fits(dtype, k_cache.dtype, q_shape, k_shape, v_shape, logit_cap):
+    dtype, k_shape = q.dtype, k_cache.shape
+    rows, heads, dim = q.shape
+    kv_heads, v_dim = k_shape[-2], v_cache.shape[-1]
+    if not _fits(dtype, k_cache.dtype, heads, kv_heads, dim, v_dim, logit_cap):
         return False
-    rows, heads, dim = q_shape
-    k_strides, v_strides, v_dim = k_cache.stride(), v_cache.stride(), v_shape[-1]
+    k_strides, v_strides = k_cache.stride(), v_cache.stride()
     if len(k_shape) == 4:
-        size, page, kv_heads, _ = k_shape
+        size, page = k_shape[:2]
         size *= page
         k_page, k_row, k_head, _ = k_strides
         v_page, v_row, v_head, _ = v_strides
     else:
-        size, kv_heads, _ = k_shape
+        size = k_shape[0]
         page, k_page, v_page = max(1, size), 0, 0  # all slots are one page
         k_row, k_head, _ = k_strides
         v_row, v_head, _ = v_strides
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
     group, work, items = heads // max(1, kv_heads), nnz * (dim + v_dim) * dtype.itemsize, bs * kv_heads
-    pieces, partial, arrived = 1, NONE, NO_COUNTS
+    pieces, room, counts = 1, NONE, NONE
     if rows > bs:
         work *= -(-rows // max(1, bs))
-    elif work * kv_heads > SHARE and qo_indptr is None and 0 < items < TURNS * (threads := torch.get_num_threads()):
-        # So many that each thread has as many turns, and TURNS at least.
-        pieces = next(n for n in count_from(-(-TURNS * threads // items)) if not items * n % threads)
-        partial = torch.empty(items * pieces * group * (v_dim + 2), dtype=torch.float32, device="cpu")
-        arrived = array("q", bytes(8 * items))
+    elif qo_indptr is None and work * kv_heads > SHARE:
+        pieces = split_calls(items, torch.get_num_threads())
+    if pieces > 1:
+        try:
+            counts, room = _rooms.pop()
+        except IndexError:  # no `if`: another thread may take the last one meanwhile
+            counts, room = NONE, NONE
+        if len(counts) < items:
+            counts = array("q", bytes(8 * items))
+        if len(room) < (need := items * pieces * group * (v_dim + 2)):
+            room = array("f", bytes(4 * need))
+    chosen = kernel_for(dtype, dim, v_dim)
     run(
-        kernel_for(dtype, dim, v_dim), VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
+        chosen, VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
         (
             q.data_ptr(), q_strides[0], q_strides[1], group, kv_heads, dim, v_dim, rows,
             k_cache.data_ptr(), k_page, k_row, k_head, v_cache.data_ptr(), v_page, v_row, v_head,
             size, page, bits(page, len(k_shape)),
             kv_indptr.data_ptr(), kv_indptr.dtype is torch.int64, kv_indices.data_ptr(),
-            kv_indices.dtype is torch.int64, nnz, qo_indptr is not None, *index(qo_indptr),
+            kv_indices.dtype is torch.int64, nnz, qo_indptr is not None,
+            *(NO_INDEX if qo_indptr is None else index(qo_indptr)),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
             0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, MOST[dtype],
-            work * kv_heads > NEAR, pieces, partial.data_ptr(), arrived.buffer_info()[0],
+            work * kv_heads > (NEAR_TILES if chosen is tile_kernel else NEAR),
+            pieces, room.buffer_info()[0], counts.buffer_info()[0],
         ),
     )  # fmt: skip
+    if room:
+        _rooms.append((counts, room))
     return True

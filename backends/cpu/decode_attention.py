@@ -33,9 +33,15 @@ def decode_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    need_cpu("decode_attention", q, k_cache, v_cache, kv_indptr, kv_indices, out, lse)
+    # Asked for here one by one, as a small batch waits for it; `need_cpu` says which tensor is elsewhere.
+    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu and kv_indptr.is_cpu and kv_indices.is_cpu):
+        need_cpu("decode_attention", q, k_cache, v_cache, kv_indptr, kv_indices)
     if out is None:
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    elif not out.is_cpu:
+        need_cpu("decode_attention", out)
+    if lse is not None:
+        need_cpu("decode_attention", lse)
     if _online.attend(
         q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, True
     ):

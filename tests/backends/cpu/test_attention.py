@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -122,4 +123,23 @@ def test_slots_in_a_row_of_one_request_that_threads_share(
             execute(spec, a, DirectTarget.of(spec.name, ours(spec.name)))
     finally:
         torch.set_num_threads(before)
-    assert split == [12, 12, 12, 9]
+    assert split == [6, 6, 6, 9]
+
+
+@pytest.mark.skipif(not _amx.usable(), reason="this CPU has no AMX for bf16")
+@pytest.mark.parametrize("by", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 64), (128, 128), (96, 32), (32, 160)])
+def test_logits_that_rise_along_the_keys(
+    head_dim: int, v_head_dim: int, by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is summed so far is weighed anew as the maximum rises, whatever the scale's sign; rows are asked for too."""
+    monkeypatch.setattr(_online, "NEAR_TILES", 0)
+    spec = get_spec("decode_attention")
+    a = spec.make(bs=2, longest=601, lengths="full", slots=1300, dtype="bf16", head_dim=head_dim, v_head_dim=v_head_dim)
+    a["scale"] *= by
+    for first, last in itertools.pairwise(a["kv_indptr"].tolist()):
+        slots = a["kv_indices"][first:last].long()
+        slots = slots[(slots >= 0) & (slots < 1300)]
+        rows = a["k_cache"].view(-1, *a["k_cache"].shape[-2:])
+        rows[slots] *= torch.linspace(0.1, 8.0, len(slots), dtype=rows.dtype, device="cpu").view(-1, 1, 1)
+    execute(spec, a, DirectTarget.of(spec.name, ours(spec.name)))
