@@ -2,7 +2,9 @@
 # torch.cuda has untyped streams and events, and calls are passed on as *args.
 """The pipelined path: gather on the device while the copy engine moves what was gathered before.
 
-Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead), reused in event order.
+Two buffers for each (device, stream), made once (`hal.warmup` makes them ahead), each on a stream of its own: what
+uses a buffer is in that stream's order, and parts of a transfer take them in turn. While the host plans the first
+part the bus is idle, so what a transfer needs but its slots is found at once, and what can be is left for later.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +25,34 @@ import torch
 from torch import Tensor
 
 from hal.backends.cuda import _copy, _engine
+from hal.backends.cuda._cache import Plans
 from hal.backends.cuda._device import multiprocessors
 from hal.kv import plan as kvplan
 from hal.kv.pool import KVPool, Plane
+from hal.triton import launch
 
 CHUNK_BYTES = 32 << 20
-"""Of one staging buffer. Long enough to hide the engine's start, short enough for the first gather."""
-
-
-RAMP = 8
-"""What part of a buffer the last is that comes in."""
+"""Of one staging buffer. Long enough to hide what the host does for the next."""
+FIRST, LAST = 4, 8
+"""What part of a buffer the first is that goes out, and the last that comes in: nothing is copied meanwhile."""
 
 
 @dataclass
 class _Buffers:
     memory: Tensor
-    stream: Any
+    now: Any
+    """The stream whose they are."""
+    streams: tuple[Any, ...]
+    """A buffer's: its gathers or scatters, and its copies."""
+    begin: Any
+    uploaded: Any
+    ends: tuple[Any, Any]
+    """Events of a transfer: what was there before it, its slots, the ends of both streams."""
     places: Tensor
     """int32, counting from 0: as many as the most tokens that a buffer has held."""
-    free: tuple[Any, Any]
-    """Set when the buffer's last user has finished."""
-    full: tuple[Any, Any]
+    routes: Plans[_Route] = field(default_factory=lambda: Plans(256))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Threads may share a stream, and so the buffers."""
 
 
 _buffers: dict[tuple[int, int], _Buffers] = {}
@@ -52,27 +61,28 @@ _lock = threading.Lock()
 
 def buffers(device: torch.device) -> _Buffers:
     """Staging for the current stream of `device`."""
-    index = device.index if device.type == "cuda" else -1
-    key = (index, torch.cuda.current_stream(device).cuda_stream if index >= 0 else 0)
-    with _lock:
-        found = _buffers.get(key)
-        if found is None:
-            memory = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
-            if index >= 0:
-                stream: Any = torch.cuda.Stream(device)
-                events = [torch.cuda.Event() for _ in range(4)]
-                memory.record_stream(stream)
-            else:
-                stream, events = None, [_Now() for _ in range(4)]
-            none = torch.empty(0, dtype=torch.int32, device=device)
-            found = _buffers[key] = _Buffers(memory, stream, none, (events[0], events[1]), (events[2], events[3]))
+    index = -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+    key = (index, launch._stream(index) if index >= 0 else 0)
+    found = _buffers.get(key)
+    if found is None:
+        with _lock:
+            found = _buffers.get(key)
+            if found is None:
+                found = _buffers[key] = _make(device)
     return found
 
 
-class _Now:
-    """Events of a lane without streams: everything has happened."""
-
-    def record(self, stream: Any) -> None: ...
+def _make(device: torch.device) -> _Buffers:
+    memory = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    if device.type != "cuda":
+        return _Buffers(memory, None, (None, None), None, None, (None, None), none)
+    now = torch.cuda.current_stream(device)
+    streams = tuple(torch.cuda.Stream(device, priority=now.priority) for _ in range(2))
+    for s in streams:
+        memory.record_stream(s)
+    begin, uploaded, *ends = (torch.cuda.Event() for _ in range(4))
+    return _Buffers(memory, now, streams, begin, uploaded, (ends[0], ends[1]), none)
 
 
 def staged_bytes() -> int:
@@ -80,26 +90,17 @@ def staged_bytes() -> int:
     return sum(b.memory.nbytes + b.places.nbytes for b in _buffers.values())
 
 
-def _wait(stream: Any, event: Any) -> None:
-    if stream is not None:
-        stream.wait_event(event)
-
-
-def _current(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 @contextmanager
 def side(device: torch.device) -> Iterator[int]:
-    """The side stream of the current stream, after what is on that now; which then waits for it."""
+    """A side stream of the current stream, after what is on that now; which then waits for it."""
     if device.type != "cuda":
         yield 0
         return
-    b, now = buffers(device), torch.cuda.current_stream(device)
-    b.stream.wait_stream(now)
+    b = buffers(device)
+    b.streams[0].wait_stream(b.now)
     with torch.cuda.device(device):
-        yield b.stream.cuda_stream
-    now.wait_stream(b.stream)
+        yield b.streams[0].cuda_stream
+    b.now.wait_stream(b.streams[0])
 
 
 def granule(host: KVPool) -> int:
@@ -129,104 +130,127 @@ def stageable(host: KVPool, slots: Tensor, layers: range) -> bool:
     return bool((pages[:, 0] % tokens == 0).all() and (pages == pages[:, :1] + np.arange(tokens)).all())
 
 
-def _joined(slots: Tensor, tokens: int) -> Any:
+def _joined(slots: Any, tokens: int) -> Any:
     """Of each granule but the last: whether the next is its neighbour."""
-    first = slots.numpy()[::tokens]
+    first = slots[::tokens]
     return first[1:] == first[:-1] + tokens
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One staging buffer laid out as a piece of a host pool: granules one after the other."""
+class _Route:
+    """From one pool to another by staging buffers: all that a transfer needs but its slots."""
 
-    planes: tuple[Plane, ...]
-    bases: tuple[int, ...]
+    def __init__(self, src: KVPool, dst: KVPool, b: _Buffers) -> None:
+        self.out = dst.device.type == "cpu"
+        host, pool = (dst, src) if self.out else (src, dst)
+        self.device, self.tokens, self.layers = pool.device, granule(host), host.num_layers
+        self.halves = [(p.bases[0], self.layers * p.row_bytes) for p in host.planes()]
+        """Of the host's k and v: where they begin, and bytes of a token."""
+        token_bytes = sum(size for _, size in self.halves)
+        self.per_chunk = (CHUNK_BYTES - 512) // token_bytes // self.tokens * self.tokens
+        self.slots = pool.num_slots
+        self.programs = 4 * multiprocessors(self.device.index if self.device.index is not None else -1)
+        self.bases: list[list[int]] = []
+        self.plans: list[_copy.Plan] = []
+        for buffer, stream in zip(b.memory, b.streams, strict=True):
+            staged = self._staged(host, buffer.data_ptr())
+            self.bases.append([p.bases[0] for p in staged])
+            sides = (pool.planes(), staged), (pool.page_size, host.page_size)
+            (x, y), (page, other) = sides if self.out else (pair[::-1] for pair in sides)
+            with torch.cuda.stream(stream):
+                self.plans.append(_copy.Plan(x, y, page, other, self.device))
 
+    def _staged(self, host: KVPool, at: int) -> tuple[Plane, ...]:
+        """A buffer laid out as a piece of the host pool: granules one after the other."""
+        planes = []
+        for p, (_, size) in zip(host.planes(), self.halves, strict=True):
+            planes.append(replace(p, bases=tuple(at + base - p.bases[0] for base in p.bases)))
+            at += -(-self.per_chunk * size // 256) * 256
+        return tuple(planes)
 
-_stages: dict[tuple[Any, ...], tuple[_Stage, _Stage]] = {}
+    def parts(self, n: int) -> list[slice]:
+        """`n` tokens in equal parts, but a small one where the bus waits for it: the first out, the last in."""
+        small = self.per_chunk // (FIRST if self.out else LAST) // self.tokens * self.tokens
+        small = 0 if n <= small else small
+        first, last = (small, n) if self.out else (0, n - small)
+        each = -(-(last - first) // (-(-(last - first) // self.per_chunk) * self.tokens)) * self.tokens
+        return [slice(a, b) for a, b in itertools.pairwise(sorted({0, n, last, *range(first, last, each)}))]
 
+    def move(self, i: int, places: Tensor, slots: Tensor) -> None:
+        """Gather to, or scatter from, buffer `i`."""
+        pool, staged = (slots, self.slots), (places[: slots.shape[0]], self.per_chunk)
+        (a, x), (b, y) = (pool, staged) if self.out else (staged, pool)
+        self.plans[i].run(a, b, x, y, 0, self.layers, self.layers, self.programs)
 
-def _stage(host: KVPool, b: _Buffers, per_chunk: int) -> tuple[_Stage, _Stage]:
-    key = (host.planes(), b.memory.data_ptr(), per_chunk)
-    found = _stages.get(key)
-    if found is None:
-        two = []
-        for buffer in b.memory:
-            at, bases, planes = buffer.data_ptr(), [], []
-            for p in host.planes():
-                bases.append(at)
-                planes.append(replace(p, bases=tuple(at + base - p.bases[0] for base in p.bases)))
-                at += -(-per_chunk * host.num_layers * p.row_bytes // 256) * 256
-            two.append(_Stage(tuple(planes), tuple(bases)))
-        if len(_stages) >= 64:
-            _stages.clear()
-        found = _stages[key] = two[0], two[1]
-    return found
-
-
-def _pieces(host: KVPool, tokens: int, slots: Tensor, bases: tuple[int, ...], out: bool) -> kvplan.Copies:
-    """The copies between staging and the host's runs."""
-    breaks = np.flatnonzero(~_joined(slots, tokens)) + 1
-    at = np.concatenate([[0], breaks]) * tokens
-    count = np.diff(at, append=len(slots))
-    staged, real, sizes = [], [], []
-    for p, base in zip(host.planes(), bases, strict=True):
-        per_token = host.num_layers * p.row_bytes
-        real.append(p.bases[0] + slots.numpy()[at] * per_token)
-        staged.append(base + at * per_token)
-        sizes.append(count * per_token)
-    here, there, size = (torch.from_numpy(np.concatenate(x)) for x in (staged, real, sizes))
-    return kvplan.Copies(here, there, size) if out else kvplan.Copies(there, here, size)
-
-
-def _parts(n: int, most: int, tokens: int, out: bool) -> list[slice]:
-    """`n` tokens in parts of `most`; to the device the last is small, as nothing is copied while it is scattered."""
-    small = 0 if out else min(n, most // RAMP // tokens * tokens or most)
-    ends = [*range(0, n - small, most), n - small, n] if small else [*range(0, n, most), n]
-    return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
+    def copy(self, i: int, slots: Any, stream: Any) -> None:
+        """Between buffer `i` and the host's runs of `slots`."""
+        engine = stream.cuda_stream if stream is not None else 0
+        breaks = np.flatnonzero(~_joined(slots, self.tokens))
+        if not len(breaks):
+            first, n = int(slots[0]), len(slots)
+            for (real, size), staged in zip(self.halves, self.bases[i], strict=True):
+                a, b = staged, real + first * size
+                _engine.one(*((b, a) if self.out else (a, b)), n * size, engine)
+            return
+        at = np.concatenate([[0], breaks + 1]) * self.tokens
+        count = np.diff(at, append=len(slots))
+        here = np.concatenate([base + at * size for base, (_, size) in zip(self.bases[i], self.halves, strict=True)])
+        there = np.concatenate([base + slots[at] * size for base, size in self.halves])
+        sizes = torch.from_numpy(np.concatenate([count * size for _, size in self.halves]))
+        src, dst = (torch.from_numpy(x) for x in ((here, there) if self.out else (there, here)))
+        _engine.copy(kvplan.Copies(src, dst, sizes), engine)
 
 
 def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.device) -> None:
     """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
-    out = dst.device.type == "cpu"
-    host, pool = (dst, src) if out else (src, dst)
-    tokens, layers = granule(host), host.num_layers
-    token_bytes = layers * sum(p.row_bytes for p in host.planes())
-    per_chunk = (CHUNK_BYTES - 512) // token_bytes // tokens * tokens
-    b, now = buffers(device), _current(device)
-    host_slots, pool_slots = (d, s) if out else (s, d)
-    uploaded = _copy.upload(pool_slots, device)
-    if b.places.shape[0] < per_chunk:
-        b.places = torch.arange(per_chunk, dtype=torch.int32, device=device)
-    grid = 4 * multiprocessors(device.index if device.index is not None else -1)
-    stages = _stage(host, b, per_chunk)
-    engine = b.stream.cuda_stream if b.stream is not None else 0
-    if b.stream is not None:
-        b.stream.wait_stream(now)
-    for i, part in enumerate(_parts(len(s), per_chunk, tokens, out)):
-        buffer = i % 2
-        stage = stages[buffer]
-        here, there = b.places[: part.stop - part.start], uploaded[part]
-        if out:
-            _wait(now, b.free[buffer])
-            _copy.plan(pool.planes(), stage.planes, pool.page_size, host.page_size, device).run(
-                there, here, pool.num_slots, per_chunk, 0, layers, layers, grid
-            )
-            b.full[buffer].record(now)
-            _wait(b.stream, b.full[buffer])
-            _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
-            b.free[buffer].record(b.stream)
-        else:
-            _wait(b.stream, b.free[buffer])
-            _engine.copy(_pieces(host, tokens, host_slots[part], stage.bases, out), engine)
-            b.full[buffer].record(b.stream)
-            _wait(now, b.full[buffer])
-            _copy.plan(stage.planes, pool.planes(), host.page_size, pool.page_size, device).run(
-                here, there, per_chunk, pool.num_slots, 0, layers, layers, grid
-            )
-            b.free[buffer].record(now)
-    if b.stream is not None:
-        now.wait_stream(b.stream)
+    b = buffers(device)
+    with b.lock, torch.cuda.stream(b.streams[0]):
+        _record(b.begin, b.now)
+        _wait(b.streams[0], b.begin)
+        planes = src.planes()[0], dst.planes()[0]
+        key = id(planes[0]), id(planes[1])
+        r = b.routes.get(key) or b.routes.hold(key, _Route(src, dst, b), *planes)
+        if b.places.shape[0] < r.per_chunk:
+            b.places = torch.arange(r.per_chunk, dtype=torch.int32, device=device)
+        slots, host = (s, d.numpy()) if r.out else (d, s.numpy())
+        if r.out:
+            slots = _upload(slots, b, device)
+        for i, part in enumerate(r.parts(len(host))):
+            if i:
+                _turn(b.streams[i % 2], b.uploaded if i == 1 else None)
+            if r.out:
+                r.move(i % 2, b.places, slots[part])
+            r.copy(i % 2, host[part], b.streams[i % 2])
+            if not r.out:
+                if not i:  # what comes in first needs no slots
+                    slots = _upload(slots, b, device)
+                r.move(i % 2, b.places, slots[part])
+        for stream, end in zip(b.streams, b.ends, strict=True):
+            _record(end, stream)
+            _wait(b.now, end)
+
+
+def _record(event: Any, stream: Any) -> None:
+    if stream is not None:
+        event.record(stream)
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if stream is not None:
+        stream.wait_event(event)
+
+
+def _turn(stream: Any, after: Any) -> None:
+    """What follows goes to `stream`."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+        if after is not None:
+            stream.wait_event(after)
+
+
+def _upload(slots: Tensor, b: _Buffers, device: torch.device) -> Tensor:
+    found = _copy.upload(slots, device)
+    _record(b.uploaded, b.streams[0])
+    return found
 
 
 # --- which method -----------------------------------------------------------------------------------
@@ -261,8 +285,13 @@ def choose(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layer
         return "kernel"
     per_token = host.num_layers * max(p.row_bytes for p in host.planes())
     tokens = granule(host)
-    run_bytes = per_token * len(slots) / (len(slots) // tokens - np.count_nonzero(_joined(slots, tokens)))
+    run_bytes = per_token * len(slots) / (len(slots) // tokens - np.count_nonzero(_joined(slots.numpy(), tokens)))
     total = host.num_layers * sum(p.row_bytes for p in host.planes()) * len(slots)
-    table = costs(device.index or 0)["d2h" if host is dst else "h2d"]
-    near = min(table, key=lambda r: abs(math.log2(r[0] / run_bytes)) + abs(math.log2(r[1] / total)))
+    return faster(device.index or 0, "d2h" if host is dst else "h2d", run_bytes, total)
+
+
+@lru_cache(4096)
+def faster(device: int, way: str, run_bytes: float, total: int) -> str:
+    """``kernel`` or ``direct``, by what was measured nearest to runs of so many bytes, and so many in all."""
+    near = min(costs(device)[way], key=lambda r: abs(math.log2(r[0] / run_bytes)) + abs(math.log2(r[1] / total)))
     return "direct" if near[3] >= near[2] else "kernel"

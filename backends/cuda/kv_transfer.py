@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,8 +73,8 @@ def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo
 
 def _pairs(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor) -> tuple[Tensor, Tensor]:
     """`hal.kv.plan.pairs`, sooner where all are in range: the bus waits for this."""
-    if all(
-        t.dtype is torch.int64 and int(t.numpy().min()) >= 0 and int(t.numpy().max()) < pool.num_slots
+    if all(  # of unsigned numbers the negative ones are the largest
+        t.dtype is torch.int64 and int(t.numpy().view(np.uint64).max()) < pool.num_slots
         for t, pool in ((src_slots, src), (dst_slots, dst))
     ):
         return src_slots, dst_slots

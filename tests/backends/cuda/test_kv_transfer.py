@@ -1,6 +1,7 @@
 """kv_transfer of this backend where the suite leaves it the choice: every sample by copies, and in several chunks."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hal import ops
 from hal._remote.target import DirectTarget
+from hal.backends.cuda import _staging
 from hal.backends.cuda.kv_transfer import kv_transfer
 from hal.conformance.execute import execute
 from hal.kv.pool import KVPool
@@ -36,8 +38,6 @@ def test_sample(sample: Any, way: str) -> None:
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head"])
 def test_pipeline_over_several_chunks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than both staging buffers hold, in broken runs."""
-    from hal.backends.cuda import _staging
-
     monkeypatch.setattr(_staging, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(_staging, "_buffers", {})
     some = {"n": 60, "src_slots": 128, "dst_slots": 128, "order": "pages"}
@@ -61,3 +61,89 @@ def test_a_later_transfer_finds_where_the_pools_are_now() -> None:
     kv_transfer(src, dst, slots[:0], slots[:0], method="kernel")
     assert dst.k[0].sum() == 2 * 32
     assert dst.k[1].sum() == 3 * 4 * 32
+
+
+@pytest.mark.parametrize("out", [True, False], ids=["out", "in"])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_parts_of_a_staged_transfer(out: bool, tokens: int) -> None:
+    """Whole granules that fit a buffer, none left out, and a small one where the bus would wait for it."""
+    route = object.__new__(_staging._Route)
+    route.out, route.tokens, route.per_chunk = out, tokens, 912
+    for n in range(tokens, 6000, 7 * tokens):
+        parts = route.parts(n)
+        assert [p.start for p in parts] + [n] == [0] + [p.stop for p in parts]
+        sizes = [p.stop - p.start for p in parts]
+        assert all(0 < size <= 912 and size % tokens == 0 for size in sizes)
+        assert n <= 912 // _staging.LAST or sizes[0 if out else -1] <= 912 // min(_staging.FIRST, _staging.LAST)
+
+
+class Stream:
+    """Remembers, of everything that it is given, what that comes after."""
+
+    cuda_stream = 1
+
+    def __init__(self) -> None:
+        self.done: frozenset[Any] = frozenset()
+
+    def wait_event(self, event: Any) -> None:
+        self.done |= event.done
+
+    def do(self, what: Any) -> frozenset[Any]:
+        before, self.done = self.done, self.done | {what}
+        return before
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.done = stream.done
+
+
+@pytest.mark.parametrize("out", [True, False], ids=["out", "in"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_staged_transfer_waits_for_what_it_uses(out: bool, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer for its user before, a gather for the slots, a copy out for its gather, a scatter for its copy, all
+    of it for what was there before, and what comes next for all of it."""
+    now, *sides = (Stream() for _ in range(3))
+    current = [now]
+
+    def select(stream: Stream) -> None:
+        current[0] = stream
+
+    def upload(slots: Any, device: Any) -> Any:
+        assert "before" in current[0].do("upload")
+        return slots
+
+    class Route:
+        device = None
+
+        def __init__(self) -> None:
+            self.out, self.per_chunk, self.users = out, 0, [[], []]
+
+        def parts(self, tokens: int) -> list[slice]:
+            return [slice(i, i + 1) for i in range(n)]
+
+        def use(self, what: str, i: int, before: frozenset[Any]) -> None:
+            assert {"before", *self.users[i]} <= before, what
+            self.users[i].append((what, i, len(self.users[i])))
+
+        def move(self, i: int, places: Any, slots: Any) -> None:
+            assert "upload" in current[0].done
+            self.use("move", i, current[0].do(("move", i, len(self.users[i]))))
+
+        def copy(self, i: int, slots: Any, stream: Stream) -> None:
+            self.use("copy", i, stream.do(("copy", i, len(self.users[i]))))
+
+    host = KVPool(torch.zeros(1, n, 4, device="cpu", dtype=torch.float32), layout="layer_first")
+    key, route = (id(host.planes()[0]),) * 2, Route()
+    found = _staging._Buffers(host.k, now, tuple(sides), Event(), Event(), (Event(), Event()), host.k, {key: route})
+    monkeypatch.setattr(_staging, "buffers", lambda device: found)
+    monkeypatch.setattr(_staging._copy, "upload", upload)
+    monkeypatch.setattr(torch.cuda, "set_stream", select)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(select(stream)))
+    slots = torch.arange(n, dtype=torch.int64, device="cpu")
+    now.do("before")
+    _staging.transfer(host, host, slots, slots, torch.device("cpu"))
+    every = [use for users in route.users for use in users]
+    assert len(every) == 2 * n
+    assert {"upload", *every} <= now.done
+    assert [what for what, *_ in route.users[0][:2]] == (["move", "copy"] if out else ["copy", "move"])
