@@ -33,8 +33,10 @@ from hal.triton import launch
 
 CHUNK_BYTES = 32 << 20
 """Of one staging buffer. Long enough to hide what the host does for the next."""
-FIRST, LAST = 4, 8
+FIRST, LAST = 2, 16
 """What part of a buffer the first is that goes out, and the last that comes in: nothing is copied meanwhile."""
+SLOTS = 1 << 16
+"""Of a transfer, up to which its slots go to the device by memory of the staging's own, which is sooner."""
 
 
 @dataclass
@@ -50,9 +52,47 @@ class _Buffers:
     """Events of a transfer: what was there before it, its slots, the ends of both streams."""
     places: Tensor
     """int32, counting from 0: as many as the most tokens that a buffer has held."""
-    routes: Plans[_Route] = field(default_factory=lambda: Plans(256))
+    slots: Tensor
+    pinned: Tensor
+    """int64: a transfer's slots, and from where they come."""
+    windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Parts of `slots`."""
+    routes: Plans[_Route | None] = field(default_factory=lambda: Plans(256))
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Threads may share a stream, and so the buffers."""
+
+    def route(self, src: KVPool, dst: KVPool) -> _Route | None:
+        """None where no whole granules of the host's pool can go through a buffer."""
+        one, other = src.planes()[0], dst.planes()[0]
+        key = id(one), id(other)
+        if key not in self.routes:
+            host = dst if dst.device.type == "cpu" else src
+            self.routes.hold(key, _Route(src, dst, self) if _stageable(host) else None, one, other)
+        return self.routes[key]
+
+    def upload(self, slots: Tensor) -> Tensor:
+        """On the first buffer's stream: to `slots`, or a tensor of their own where an earlier upload is to come."""
+        stream, n = self.streams[0], slots.shape[0]
+        if n > SLOTS or (stream is not None and not self.uploaded.query()):
+            found = _copy.upload(slots, self.memory.device)
+        else:
+            found = self.slots
+            self.pinned.numpy()[:n] = slots.numpy()
+            if stream is not None:
+                _engine.one(found.data_ptr(), self.pinned.data_ptr(), 8 * n, stream.cuda_stream)
+        _record(self.uploaded, stream)
+        return found
+
+    def window(self, slots: Tensor, part: slice) -> Tensor:
+        """What torch cuts costs as much as a launch."""
+        if slots is not self.slots:
+            return slots[part]
+        key = part.start, part.stop
+        if key not in self.windows:
+            if len(self.windows) >= 4096:
+                self.windows.clear()
+            self.windows[key] = slots[part]
+        return self.windows[key]
 
 
 _buffers: dict[tuple[int, int], _Buffers] = {}
@@ -75,19 +115,22 @@ def buffers(device: torch.device) -> _Buffers:
 def _make(device: torch.device) -> _Buffers:
     memory = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
     none = torch.empty(0, dtype=torch.int32, device=device)
+    slots = torch.empty(SLOTS, dtype=torch.int64, device=device)
     if device.type != "cuda":
-        return _Buffers(memory, None, (None, None), None, None, (None, None), none)
+        return _Buffers(memory, None, (None, None), None, None, (None, None), none, slots, slots)
+    pinned = torch.empty(SLOTS, dtype=torch.int64, device="cpu", pin_memory=True)
     now = torch.cuda.current_stream(device)
     streams = tuple(torch.cuda.Stream(device, priority=now.priority) for _ in range(2))
     for s in streams:
         memory.record_stream(s)
+        slots.record_stream(s)
     begin, uploaded, *ends = (torch.cuda.Event() for _ in range(4))
-    return _Buffers(memory, now, streams, begin, uploaded, (ends[0], ends[1]), none)
+    return _Buffers(memory, now, streams, begin, uploaded, (ends[0], ends[1]), none, slots, pinned)
 
 
 def staged_bytes() -> int:
     """Device memory that staging holds. For `hal info`."""
-    return sum(b.memory.nbytes + b.places.nbytes for b in _buffers.values())
+    return sum(b.memory.nbytes + b.places.nbytes + b.slots.nbytes for b in _buffers.values())
 
 
 @contextmanager
@@ -115,18 +158,26 @@ def granule(host: KVPool) -> int:
     return tokens
 
 
+def _stageable(host: KVPool) -> bool:
+    """Whether whole granules of the host pool can go through a buffer."""
+    tokens, rows = granule(host), [p.row_bytes for p in host.planes()]
+    return bool(tokens and host.device.type == "cpu" and all(rows)) and (
+        tokens * host.num_layers * sum(rows) <= CHUNK_BYTES - 512
+    )
+
+
 def stageable(host: KVPool, slots: Tensor, layers: range) -> bool:
-    """Whether whole granules of the host pool are wanted, in order, and fit a buffer."""
-    tokens = granule(host)
-    if not tokens or len(layers) != host.num_layers or len(slots) % tokens or host.device.type != "cpu":
-        return False
-    if tokens * host.num_layers * sum(p.row_bytes for p in host.planes()) > CHUNK_BYTES - 512:
-        return False
-    if not all(p.row_bytes for p in host.planes()):
-        return False
+    """Whether `transfer` would take it."""
+    return len(layers) == host.num_layers and _stageable(host) and _whole(slots.numpy(), granule(host))
+
+
+def _whole(slots: Any, tokens: int) -> bool:
+    """Whether slots are whole granules of so many, in order."""
     if tokens == 1:
         return True
-    pages = slots.numpy().reshape(-1, tokens)  # a third of what torch's operators take on so few numbers
+    if len(slots) % tokens:
+        return False
+    pages = slots.reshape(-1, tokens)
     return bool((pages[:, 0] % tokens == 0).all() and (pages == pages[:, :1] + np.arange(tokens)).all())
 
 
@@ -147,7 +198,8 @@ class _Route:
         """Of the host's k and v: where they begin, and bytes of a token."""
         token_bytes = sum(size for _, size in self.halves)
         self.per_chunk = (CHUNK_BYTES - 512) // token_bytes // self.tokens * self.tokens
-        self.slots = pool.num_slots
+        self.small = max(1, self.per_chunk // (FIRST if self.out else LAST) // self.tokens) * self.tokens
+        self.slots, self.host_slots = pool.num_slots, host.num_slots
         self.programs = 4 * multiprocessors(self.device.index if self.device.index is not None else -1)
         self.bases: list[list[int]] = []
         self.plans: list[_copy.Plan] = []
@@ -167,66 +219,117 @@ class _Route:
             at += -(-self.per_chunk * size // 256) * 256
         return tuple(planes)
 
+    def first(self, n: int) -> int:
+        """Of `n` tokens, how many are the first part: few where they must be gathered before the bus has work."""
+        return min(n, self.small if self.out or n <= self.small else min(self.per_chunk, n - self.small))
+
     def parts(self, n: int) -> list[slice]:
-        """`n` tokens in equal parts, but a small one where the bus waits for it: the first out, the last in."""
-        small = self.per_chunk // (FIRST if self.out else LAST) // self.tokens * self.tokens
-        small = 0 if n <= small else small
-        first, last = (small, n) if self.out else (0, n - small)
-        each = -(-(last - first) // (-(-(last - first) // self.per_chunk) * self.tokens)) * self.tokens
-        return [slice(a, b) for a, b in itertools.pairwise(sorted({0, n, last, *range(first, last, each)}))]
+        """All parts: the last is small where it must be scattered when the bus has no more work."""
+        last = n if self.out or n <= self.small else n - self.small
+        ends = {0, n, last, *range(self.first(n), last, self.per_chunk)}
+        return [slice(a, b) for a, b in itertools.pairwise(sorted(ends))]
 
     def move(self, i: int, places: Tensor, slots: Tensor) -> None:
         """Gather to, or scatter from, buffer `i`."""
-        pool, staged = (slots, self.slots), (places[: slots.shape[0]], self.per_chunk)
-        (a, x), (b, y) = (pool, staged) if self.out else (staged, pool)
+        if self.out:  # of as many as there are of the first
+            a, b, x, y = slots, places, self.slots, self.per_chunk
+        else:
+            a, b, x, y = places[: slots.shape[0]], slots, self.per_chunk, self.slots
         self.plans[i].run(a, b, x, y, 0, self.layers, self.layers, self.programs)
+
+    def run_of(self, slots: Any) -> bool:
+        """Whether slots of the host are one run of granules within it."""
+        first, n = int(slots[0]), len(slots)
+        if first < 0 or first + n > self.host_slots or first % self.tokens or n % self.tokens:
+            return False
+        return bool((slots[1:] == slots[:-1] + 1).all())
+
+    def copy_run(self, i: int, first: int, n: int, stream: Any) -> None:
+        """Between buffer `i` and `n` slots of the host."""
+        for (real, size), staged in zip(self.halves, self.bases[i], strict=True):
+            here, there = staged, real + first * size
+            _engine.one(*((there, here) if self.out else (here, there)), n * size, _handle(stream))
 
     def copy(self, i: int, slots: Any, stream: Any) -> None:
         """Between buffer `i` and the host's runs of `slots`."""
-        engine = stream.cuda_stream if stream is not None else 0
         breaks = np.flatnonzero(~_joined(slots, self.tokens))
         if not len(breaks):
-            first, n = int(slots[0]), len(slots)
-            for (real, size), staged in zip(self.halves, self.bases[i], strict=True):
-                a, b = staged, real + first * size
-                _engine.one(*((b, a) if self.out else (a, b)), n * size, engine)
+            self.copy_run(i, int(slots[0]), len(slots), stream)
             return
         at = np.concatenate([[0], breaks + 1]) * self.tokens
         count = np.diff(at, append=len(slots))
         here = np.concatenate([base + at * size for base, (_, size) in zip(self.bases[i], self.halves, strict=True)])
-        there = np.concatenate([base + slots[at] * size for base, size in self.halves])
+        there = np.concatenate([base + slots[at].astype(np.int64) * size for base, size in self.halves])
         sizes = torch.from_numpy(np.concatenate([count * size for _, size in self.halves]))
         src, dst = (torch.from_numpy(x) for x in ((here, there) if self.out else (there, here)))
-        _engine.copy(kvplan.Copies(src, dst, sizes), engine)
+        _engine.copy(kvplan.Copies(src, dst, sizes), _handle(stream))
 
 
-def transfer(src: KVPool, dst: KVPool, s: Tensor, d: Tensor, device: torch.device) -> None:
-    """All layers of tokens `s` of src to `d` of dst, one of them a host pool that `stageable` allowed."""
+def transfer(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, layers: int, device: torch.device) -> int:
+    """Moves all of so many layers of tokens, one of the pools on the host, and says of how many, from the first on.
+
+    It ends where what is left has slots out of range, or is not whole granules of the host's pool in order.
+    """
     b = buffers(device)
-    with b.lock, torch.cuda.stream(b.streams[0]):
+    r = b.route(src, dst)
+    if r is None or layers != r.layers:
+        return 0
+    with b.lock:
         _record(b.begin, b.now)
         _wait(b.streams[0], b.begin)
-        planes = src.planes()[0], dst.planes()[0]
-        key = id(planes[0]), id(planes[1])
-        r = b.routes.get(key) or b.routes.hold(key, _Route(src, dst, b), *planes)
-        if b.places.shape[0] < r.per_chunk:
-            b.places = torch.arange(r.per_chunk, dtype=torch.int32, device=device)
-        slots, host = (s, d.numpy()) if r.out else (d, s.numpy())
-        if r.out:
-            slots = _upload(slots, b, device)
-        for i, part in enumerate(r.parts(len(host))):
-            if i:
-                _turn(b.streams[i % 2], b.uploaded if i == 1 else None)
+        current = torch.cuda.current_device() if b.now is not None else None
+        try:
+            return _transfer(r, b, src_slots, dst_slots)
+        finally:
+            for stream, end in zip(b.streams, b.ends, strict=True):
+                _record(end, stream)
+                _wait(b.now, end)
+            _turn(b.now)
+            if current is not None and current != device.index:
+                torch.cuda.set_device(current)
+
+
+def _transfer(r: _Route, b: _Buffers, src_slots: Tensor, dst_slots: Tensor) -> int:
+    """What follows its least order: the bus waits for the host, whose caches are cold after a transfer."""
+    slots, pool, host = src_slots, src_slots.numpy(), dst_slots.numpy()
+    if not r.out:
+        slots, pool, host = dst_slots, host, pool
+    n = len(host)
+    first = r.first(n)
+    # Whatever the slots: this writes a buffer alone.
+    run = r.run_of(host[:first])
+    begun = run and not r.out
+    if begun:
+        r.copy_run(0, int(host[0]), first, b.streams[0])
+    _turn(b.streams[0])
+    if b.places.shape[0] < r.per_chunk:
+        b.places = torch.arange(r.per_chunk, dtype=torch.int32, device=b.memory.device)
+    slots = b.upload(slots)
+    if r.out:
+        r.move(0, b.places, b.window(slots, slice(0, first)))
+        begun = run and _within(pool[:first], r.slots)
+        if begun:
+            r.copy_run(0, int(host[0]), first, b.streams[0])
+    if not (_within(pool, r.slots) and _within(host, r.host_slots) and _whole(host, r.tokens)):
+        return first if begun and r.out else 0
+    for i, part in enumerate(r.parts(n)):
+        stream = b.streams[i % 2]
+        if i:
+            _turn(stream)
+            if i == 1:
+                _wait(stream, b.uploaded)
             if r.out:
-                r.move(i % 2, b.places, slots[part])
-            r.copy(i % 2, host[part], b.streams[i % 2])
-            if not r.out:
-                if not i:  # what comes in first needs no slots
-                    slots = _upload(slots, b, device)
-                r.move(i % 2, b.places, slots[part])
-        for stream, end in zip(b.streams, b.ends, strict=True):
-            _record(end, stream)
-            _wait(b.now, end)
+                r.move(i % 2, b.places, b.window(slots, part))
+        if i or not begun:
+            r.copy(i % 2, host[part], stream)
+        if not r.out:
+            r.move(i % 2, b.places, b.window(slots, part))
+    return n
+
+
+def _within(slots: Any, limit: int) -> bool:
+    """Of unsigned numbers the negative ones are the largest."""
+    return int(slots.view(f"u{slots.itemsize}").max()) < limit
 
 
 def _record(event: Any, stream: Any) -> None:
@@ -239,18 +342,14 @@ def _wait(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
-def _turn(stream: Any, after: Any) -> None:
+def _turn(stream: Any) -> None:
     """What follows goes to `stream`."""
     if stream is not None:
         torch.cuda.set_stream(stream)
-        if after is not None:
-            stream.wait_event(after)
 
 
-def _upload(slots: Tensor, b: _Buffers, device: torch.device) -> Tensor:
-    found = _copy.upload(slots, device)
-    _record(b.uploaded, b.streams[0])
-    return found
+def _handle(stream: Any) -> int:
+    return stream.cuda_stream if stream is not None else 0
 
 
 # --- which method -----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """kv_transfer of this backend where the suite leaves it the choice: every sample by copies, and in several chunks."""
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -68,13 +67,14 @@ def test_a_later_transfer_finds_where_the_pools_are_now() -> None:
 def test_parts_of_a_staged_transfer(out: bool, tokens: int) -> None:
     """Whole granules that fit a buffer, none left out, and a small one where the bus would wait for it."""
     route = object.__new__(_staging._Route)
-    route.out, route.tokens, route.per_chunk = out, tokens, 912
+    route.out, route.tokens, route.per_chunk, route.small = out, tokens, 912, 112
     for n in range(tokens, 6000, 7 * tokens):
         parts = route.parts(n)
         assert [p.start for p in parts] + [n] == [0] + [p.stop for p in parts]
         sizes = [p.stop - p.start for p in parts]
         assert all(0 < size <= 912 and size % tokens == 0 for size in sizes)
-        assert n <= 912 // _staging.LAST or sizes[0 if out else -1] <= 912 // min(_staging.FIRST, _staging.LAST)
+        assert sizes[0] == route.first(n)
+        assert sizes[0 if out else -1] == min(n, 112)
 
 
 class Stream:
@@ -94,33 +94,40 @@ class Stream:
 
 
 class Event:
+    def query(self) -> bool:
+        return True
+
     def record(self, stream: Stream) -> None:
         self.done = stream.done
 
 
 @pytest.mark.parametrize("out", [True, False], ids=["out", "in"])
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_staged_transfer_waits_for_what_it_uses(out: bool, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", [None, 0, -1])
+def test_a_staged_transfer_waits_for_what_it_uses(
+    out: bool, n: int, bad: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A buffer for its user before, a gather for the slots, a copy out for its gather, a scatter for its copy, all
-    of it for what was there before, and what comes next for all of it."""
+    of it for what was there before, and what comes next for all of it, also where a slot is out of range."""
     now, *sides = (Stream() for _ in range(3))
     current = [now]
 
     def select(stream: Stream) -> None:
         current[0] = stream
 
-    def upload(slots: Any, device: Any) -> Any:
-        assert "before" in current[0].do("upload")
-        return slots
-
     class Route:
-        device = None
-
         def __init__(self) -> None:
-            self.out, self.per_chunk, self.users = out, 0, [[], []]
+            self.out, self.layers, self.tokens, self.per_chunk, self.slots, self.host_slots = out, 1, 1, 0, n, n
+            self.users: list[list[Any]] = [[], []]
 
-        def parts(self, tokens: int) -> list[slice]:
+        def first(self, n: int) -> int:
+            return 1
+
+        def parts(self, n: int) -> list[slice]:
             return [slice(i, i + 1) for i in range(n)]
+
+        def run_of(self, slots: Any) -> bool:
+            return bool(slots[0] >= 0)
 
         def use(self, what: str, i: int, before: frozenset[Any]) -> None:
             assert {"before", *self.users[i]} <= before, what
@@ -133,17 +140,28 @@ def test_a_staged_transfer_waits_for_what_it_uses(out: bool, n: int, monkeypatch
         def copy(self, i: int, slots: Any, stream: Stream) -> None:
             self.use("copy", i, stream.do(("copy", i, len(self.users[i]))))
 
+        def copy_run(self, i: int, first: int, n: int, stream: Stream) -> None:
+            self.copy(i, None, stream)
+
     host = KVPool(torch.zeros(1, n, 4, device="cpu", dtype=torch.float32), layout="layer_first")
-    key, route = (id(host.planes()[0]),) * 2, Route()
-    found = _staging._Buffers(host.k, now, tuple(sides), Event(), Event(), (Event(), Event()), host.k, {key: route})
+    key, route, slots = (id(host.planes()[0]),) * 2, Route(), torch.arange(n, dtype=torch.int64, device="cpu")
+    if bad is not None:
+        slots[bad] = -1
+    events = Event(), Event(), (Event(), Event())
+    found = _staging._Buffers(host.k, now, tuple(sides), *events, host.k, slots.clone(), slots, {}, {key: route})
     monkeypatch.setattr(_staging, "buffers", lambda device: found)
-    monkeypatch.setattr(_staging._copy, "upload", upload)
+    monkeypatch.setattr(_staging._engine, "one", lambda *args: current[0].do("upload"))
     monkeypatch.setattr(torch.cuda, "set_stream", select)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(select(stream)))
-    slots = torch.arange(n, dtype=torch.int64, device="cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     now.do("before")
-    _staging.transfer(host, host, slots, slots, torch.device("cpu"))
+    done = _staging.transfer(host, host, slots, slots, 1, torch.device("cpu"))
     every = [use for users in route.users for use in users]
-    assert len(every) == 2 * n
+    assert current == [now]
     assert {"upload", *every} <= now.done
-    assert [what for what, *_ in route.users[0][:2]] == (["move", "copy"] if out else ["copy", "move"])
+    if bad is None:
+        assert done == n
+        assert len(every) == 2 * n
+        assert [what for what, *_ in route.users[0][:2]] == (["move", "copy"] if out else ["copy", "move"])
+    else:  # what came before the bad slot, where that was on its way
+        assert done == (1 if out and n > 1 and bad else 0)
+        assert len(every) == (2 if done else 1 if out or (n > 1 and bad) else 0)
