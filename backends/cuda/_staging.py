@@ -33,7 +33,7 @@ from hal.triton import launch
 
 CHUNK_BYTES = 32 << 20
 """Of one staging buffer. Long enough to hide what the host does for the next."""
-FIRST, LAST = 2, 16
+FIRST, LAST = 4, 16
 """What part of a buffer the first is that goes out, and the last that comes in: nothing is copied meanwhile."""
 SLOTS = 1 << 16
 """Of a transfer, up to which its slots go to the device by memory of the staging's own, which is sooner."""
