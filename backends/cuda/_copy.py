@@ -22,7 +22,7 @@ from hal.triton import launch
 from hal.triton import plans as kinds
 
 TILE_BYTES = 32768
-WARPS = 16
+WARPS = 32
 STREAM_PROGRAMS = 8
 """Programs, so multiprocessors at most, that a transfer over the bus occupies."""
 MOST_ROWS = 2**31 - 2**20

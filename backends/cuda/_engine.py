@@ -47,14 +47,10 @@ def can_batch() -> bool:
 def copy(copies: Copies, stream: int) -> None:
     """Start `copies` on `stream` (not the legacy default one)."""
     to, frm, size = copies.dst, copies.src, copies.sizes
-    if lane() != "device":
-        for t, f, n in zip(to.tolist(), frm.tolist(), size.tolist(), strict=True):
-            ctypes.memmove(t, f, n)
-        return
-    one, batch = _driver()
+    batch = _driver()[1] if lane() == "device" else None
     if batch is None or len(to) <= 4:
         for t, f, n in zip(to.tolist(), frm.tolist(), size.tolist(), strict=True):
-            _ok(one(t, f, n, stream), "cuMemcpyAsync")
+            one(t, f, n, stream)
         return
     attributes, index, fail = _Attributes(src_access_order=1), ctypes.c_size_t(0), ctypes.c_size_t(0)
     _ok(
@@ -71,6 +67,14 @@ def copy(copies: Copies, stream: int) -> None:
         ),
         "cuMemcpyBatchAsync",
     )
+
+
+def one(to: int, frm: int, size: int, stream: int) -> None:
+    """Start one copy of `size` bytes."""
+    if lane() == "device":
+        _ok(_driver()[0](to, frm, size, stream), "cuMemcpyAsync")
+    else:
+        ctypes.memmove(to, frm, size)
 
 
 def _ok(code: int, what: str) -> None:

@@ -59,25 +59,16 @@ def _from_host(
 
 
 def _direct(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, todo: range, device: torch.device) -> None:
-    s, d = _pairs(src, dst, src_slots, dst_slots)
-    if not len(s):
+    n, done = len(src_slots), _staging.transfer(src, dst, src_slots, dst_slots, len(todo), device)
+    if done == n:
         return
-    host, slots = (dst, d) if dst.device.type == "cpu" else (src, s)
-    if _staging.stageable(host, slots, todo):
-        _staging.transfer(src, dst, s, d, device)
-        return
-    with _staging.side(device) as stream:
-        _engine.copy(kvplan.copies(src, dst, s, d, todo), stream)
-
-
-def _pairs(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """`hal.kv.plan.pairs`, sooner where all are in range: the bus waits for this."""
-    if all(
-        t.dtype is torch.int64 and int(t.numpy().min()) >= 0 and int(t.numpy().max()) < pool.num_slots
-        for t, pool in ((src_slots, src), (dst_slots, dst))
-    ):
-        return src_slots, dst_slots
-    return kvplan.pairs(src, dst, src_slots, dst_slots)
+    s, d = kvplan.pairs(src, dst, src_slots[done:], dst_slots[done:])
+    if len(s) and len(s) != n:
+        done = _staging.transfer(src, dst, s, d, len(todo), device)
+        s, d = s[done:], d[done:]
+    if len(s):
+        with _staging.side(device) as stream:
+            _engine.copy(kvplan.copies(src, dst, s, d, todo), stream)
 
 
 def warm(device: torch.device, args: dict[str, Any] | None) -> None:

@@ -191,6 +191,7 @@ def tune() -> list[dict[str, Any]]:
                 costs[way].append([float(run * token), float(2 * n * token), gbs["kernel"], gbs["direct"]])
     path = tables.save("kv_transfer", index, costs)
     _staging.costs.cache_clear()
+    _staging.faster.cache_clear()
     return [
         {
             "op": "kv_transfer",

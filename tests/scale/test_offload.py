@@ -129,7 +129,7 @@ def test_a_slot_of_the_host_is_one_piece_of_memory(sizes: tuple[int, ...], layou
     for p in group:
         assert p.host.layout == layout
         assert p.host.row_shape[0] <= offload.WIDEST
-        assert p.method(3) == ("direct" if layout == "layer_first" else "auto")
+        assert p.method == ("direct" if layout == "layer_first" else "auto")
     same = torch.cat([row for row in before if len(row) == sizes[0]])
     assert torch.equal(pool.worker.host[: len(same)], same)
     pool.worker.submit_load(2, chunks(0), blocks([5], firsts=(0,)))

@@ -81,8 +81,6 @@ class Transfer:
 
 ENGINE_BYTES = 1 << 20
 """Of a block in one piece, from which the copy engine is at its best without gathering: 64 KB are not enough."""
-KERNEL_BYTES = 256 << 20
-"""Of a transfer of smaller pieces, up to which a kernel is done before the copy engine has been told all of them."""
 
 
 @dataclass
@@ -94,12 +92,10 @@ class Pools:
     whole: bool
     """A block is one piece of memory at both ends, and a large one."""
 
-    def method(self, blocks: int) -> str:
+    @property
+    def method(self) -> str:
         """Of `kv_transfer`."""
-        if self.whole:
-            return "direct"
-        size = blocks * self.device.num_layers * self.device.row_shape[0]
-        return "kernel" if self.device.device.type == "cuda" and size < KERNEL_BYTES else "auto"
+        return "direct" if self.whole else "auto"
 
 
 class HalOffloadingWorker(OffloadingWorker):
@@ -179,11 +175,10 @@ class HalOffloadingWorker(OffloadingWorker):
             with self._apart(transfer, self.streams[store]):
                 for pools, (device_slots, host_slots) in zip(self.groups, slots, strict=True):
                     for p in pools if len(device_slots) else ():
-                        method = p.method(len(device_slots))
                         if store:
-                            hal.kv_transfer(p.device, p.host, device_slots, host_slots, method=method)
+                            hal.kv_transfer(p.device, p.host, device_slots, host_slots, method=p.method)
                         else:
-                            hal.kv_transfer(p.host, p.device, host_slots, device_slots, method=method)
+                            hal.kv_transfer(p.host, p.device, host_slots, device_slots, method=p.method)
                         transfer.bytes += len(device_slots) * p.device.num_layers * p.device.row_shape[0]
         except Exception as e:
             raise _error(f"{what}: {e}") from e
