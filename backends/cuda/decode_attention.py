@@ -19,7 +19,7 @@ from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, merge, merged, seek
+from hal.backends.cuda._split import chunk_of, keys_of, merge, merged, note, notes, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -45,6 +45,8 @@ AT_ONCE = 16384
 """Elements of parts that who merges them reads at once: what registers are for."""
 TOGETHER = 32768
 """Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
+MERGERS = 1024
+"""Programs of the launch that merges, at most: about one wave, since mostly there is nothing to merge."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
@@ -122,6 +124,8 @@ def decode_attention_kernel(
         request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, window, WINDOW)
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
+        if TOGETHER == 0:
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
 
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
@@ -184,40 +188,36 @@ def decode_attention_kernel(
         )  # fmt: skip
 
 
-@launch.jit(
-    do_not_specialize=(
-        "kv_indptr", "lse", "part_lse", "out_row", "out_head", "nnz", "bs", "programs", "window",
-    )
-)  # fmt: skip
+@launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "bs", "programs"))
 def decode_merge_kernel(
-    kv_indptr, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, nnz: tl.int64, bs: tl.int32,
-    programs: tl.int32, window: tl.int32, Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, LSE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, bs: tl.int32, programs: tl.int32,
+    Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Merges the parts of those requests that have more than one: a head of every so manieth request a program."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    request = tl.program_id(0) // Q_HEADS
     head = tl.program_id(0) % Q_HEADS
-    if bs <= FEW:
-        chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, window, SHORTEST, WINDOW)
-    else:
-        chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, window, SHORTEST, WINDOW)
-    parts = tl.sum(counts(kv_indptr, request + tl.zeros((1,), tl.int32), nnz, bs, chunk, window, WINDOW))
-    if parts > 1:
-        if bs <= FEW:
-            before = ahead(kv_indptr, tl.arange(0, FEW), request, nnz, bs, chunk, window, WINDOW)
-        else:
-            before = ahead(kv_indptr, tl.arange(0, BLOCK), request, nnz, bs, chunk, window, WINDOW)
-        d = tl.arange(0, DV_PAD)[None, None, :]
-        lead = head + tl.arange(0, 1)
-        each = tl.arange(0, ROWS)
-        acc, sums = merged(part, part_lse, before, 1, parts, lead, each, tl.arange(0, DV_PAD), lead >= 0, Q_HEADS, DV)
-        at = request.to(tl.int64)
-        tl.store(out + at * out_row + head * out_head + d, acc.to(out.dtype.element_ty), d < DV)
-        if LSE:
-            tl.store(lse + at * Q_HEADS + lead[:, None], sums * LN2)
+    apart = tl.num_programs(0) // Q_HEADS
+    at = notes(part_lse, bs, programs, Q_HEADS)
+    for first in range(tl.program_id(0) // Q_HEADS, bs, 16 * apart):
+        # Mostly there is nothing to merge: seen by one load.
+        mine = first + tl.arange(0, 16) * apart
+        if tl.max(tl.load(at + 2 * mine.to(tl.int64), mine < bs, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
+            for request in range(first, tl.minimum(first + 16 * apart, bs), apart):
+                row = tl.cast(request, tl.int64)
+                parts = tl.load(at + 2 * row).to(tl.int32, bitcast=True)
+                if parts > 1:
+                    before = tl.load(at + 2 * row + 1).to(tl.int32, bitcast=True)
+                    d = tl.arange(0, DV_PAD)
+                    lead = head + tl.arange(0, 1)
+                    each = tl.arange(0, ROWS)
+                    acc, sums = merged(part, part_lse, before, 1, parts, lead, each, d, lead >= 0, Q_HEADS, DV)
+                    to = out + row * out_row + head * out_head + d[None, None, :]
+                    tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
+                    if LSE:
+                        tl.store(lse + row * Q_HEADS + lead[:, None], sums * LN2)
 
 
 def tiles(
@@ -262,15 +262,15 @@ def _plan(
         m = 64 if hopper else 8
     blocks = kv_heads * -(-group // m)
     pad = max(16, next_power_of_2(v_dim))
-    common = {
-        "WINDOW": window, "LSE": lse is not None, "SHORTEST": SHORTEST, "BLOCK": BLOCK, "FEW": FEW, "PDL": on,
-        "launch_pdl": on,
-    }  # fmt: skip
+    common = {"LSE": lse is not None, "PDL": on, "launch_pdl": on}
     each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else DEEP_PER_SM if deep else PER_SM
     heads = next_power_of_2(min(group, m))
     wide = heads * pad
     once = TOGETHER // wide if deep else 0
-    same = {"Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "UNIT": unit, **common}
+    same = {
+        "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "UNIT": unit, "WINDOW": window, "SHORTEST": SHORTEST,
+        "BLOCK": BLOCK, "FEW": FEW, **common,
+    }  # fmt: skip
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
@@ -291,7 +291,9 @@ def _plan(
         )  # fmt: skip
     merge = None
     if not once:
-        merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
+        merge = decode_merge_kernel.bind(
+            Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=min(16, 4096 // pad), num_warps=4, **common
+        )
     sms = multiprocessors(device) if device >= 0 else 16
     return run, merge, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
@@ -344,7 +346,7 @@ def _plans(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     lines = length("q", times=q_heads) + programs * q_heads
-    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))
+    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `note`
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
     # Split for one program alone, each request is one part, and there is nothing to merge.
@@ -357,9 +359,10 @@ def _plans(
         some = (("kv_indices", least, longest),)
         steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
     if merge:
-        merged = ("kv_indptr", part, sums, to, "lse", *row, length("kv_indices"), length("q"), programs, window)
-        steps.append(Step(merge, length("q", times=q_heads), merged, some))
-    return Plan(tuple(steps), lines.times(v_dim + 1), returns)
+        merged = (part, sums, to, "lse", *row, length("q"), programs)
+        grid = length("q").at_most(max(1, MERGERS // q_heads)).times(q_heads)
+        steps.append(Step(merge, grid, merged, some))
+    return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 
 @_plans.launcher

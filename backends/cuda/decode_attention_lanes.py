@@ -27,6 +27,7 @@ tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
+note = gluon.jit(_split.note.fn)
 seek = gluon.jit(_split.seek.fn)
 
 SHIFT = gl.constexpr(15)
@@ -186,6 +187,7 @@ def decode_attention_lanes_kernel(
 
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP, WINDOW)
+        note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * H
         first = kv_head * GROUP + member

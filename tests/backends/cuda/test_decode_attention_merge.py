@@ -1,4 +1,4 @@
-"""decode_attention's parts, merged in the launch that made them, by whoever counts that all are done.
+"""decode_attention's parts, merged in the launch that made them, by whoever counts that all are done, or by a second.
 
 Under TRITON_INTERPRET=1: merged in levels. On a CUDA device: counters of graphs, which nobody clears between replays.
 """
@@ -48,6 +48,28 @@ def test_merged_in_levels(module: Any, change: dict[str, Any]) -> None:
     wants = get_spec("decode_attention").oracle(args)
     result = module.decode_attention(**args)
     assert [step.run.static.get("TOGETHER") for plan in module._plans.values() for step in plan.steps] == [3, 3]
+    assert bool(right_any(result, wants["return"]).all())
+    assert bool(right_any(args["lse"], wants["lse"]).all())
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+def test_merged_by_a_second_launch(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has twenty requests to look at, more than at once, and of each its own parts."""
+    for name, value in {"MERGERS": 5, "WHOLE": 8}.items():
+        monkeypatch.setattr(module, name, value)
+    change = {
+        "bs": 20,
+        "longest": 80,
+        "lengths": "ragged",
+        "kv_heads": 1,
+        "q_heads": 5,
+        "dtype": "fp32",
+        "head_dim": 16,
+    }
+    args = get_spec("decode_attention").make(**{**LONG, **change})
+    wants = get_spec("decode_attention").oracle(args)
+    result = module.decode_attention(**args)
+    assert [step.run.kernel.name for plan in module._plans.values() for step in plan.steps][2] == "decode_merge_kernel"
     assert bool(right_any(result, wants["return"]).all())
     assert bool(right_any(args["lse"], wants["lse"]).all())
 
