@@ -45,6 +45,8 @@ AT_ONCE = 16384
 """Elements of parts that who merges them reads at once: what registers are for."""
 TOGETHER = 32768
 """Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
+FEW_MERGED = 4
+"""Requests that may have so many parts each that more programs share them: fewer elements, more parts at once."""
 MERGERS = 1024
 """Programs of the launch that merges, at most: about one wave, since mostly there is nothing to merge."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
@@ -191,17 +193,21 @@ def decode_attention_kernel(
 @launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "bs", "programs"))
 def decode_merge_kernel(
     part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, bs: tl.int32, programs: tl.int32,
-    Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of those requests that have more than one: a head of every so manieth request a program."""
+    """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
+    manieth request a program."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    head = tl.program_id(0) % Q_HEADS
-    apart = tl.num_programs(0) // Q_HEADS
+    LINES: tl.constexpr = Q_HEADS * ((DV + PIECE - 1) // PIECE)
+    line = tl.program_id(0) % LINES
+    head = line % Q_HEADS
+    d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
+    apart = tl.num_programs(0) // LINES
     at = notes(part_lse, bs, programs, Q_HEADS)
-    for first in range(tl.program_id(0) // Q_HEADS, bs, 16 * apart):
+    for first in range(tl.program_id(0) // LINES, bs, 16 * apart):
         # Mostly there is nothing to merge: seen by one load.
         mine = first + tl.arange(0, 16) * apart
         if tl.max(tl.load(at + 2 * mine.to(tl.int64), mine < bs, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
@@ -210,14 +216,13 @@ def decode_merge_kernel(
                 parts = tl.load(at + 2 * row).to(tl.int32, bitcast=True)
                 if parts > 1:
                     before = tl.load(at + 2 * row + 1).to(tl.int32, bitcast=True)
-                    d = tl.arange(0, DV_PAD)
                     lead = head + tl.arange(0, 1)
                     each = tl.arange(0, ROWS)
                     acc, sums = merged(part, part_lse, before, 1, parts, lead, each, d, lead >= 0, Q_HEADS, DV)
                     to = out + row * out_row + head * out_head + d[None, None, :]
                     tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
                     if LSE:
-                        tl.store(lse + row * Q_HEADS + lead[:, None], sums * LN2)
+                        tl.store(lse + row * Q_HEADS + lead[:, None], sums * LN2, line < Q_HEADS)
 
 
 def tiles(
@@ -237,7 +242,7 @@ def tiles(
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, window: bool, cap: bool,
     k_scale: object, v_scale: object, shared: bool, plain: bool,
-) -> tuple[launch.Launch, launch.Launch | None, int, int, tuple[int, ...]]:  # fmt: skip
+) -> tuple[launch.Launch, list[tuple[launch.Launch, int, int, int]], int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
@@ -289,13 +294,17 @@ def _plan(
             HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep,
             ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once,
         )  # fmt: skip
-    merge = None
+    merges = []
     if not once:
-        merge = decode_merge_kernel.bind(
-            Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=min(16, 4096 // pad), num_warps=4, **common
-        )
+        few = min(pad, max(64, 4 * next_power_of_2(q_heads))) if v_dim == 512 else pad
+        for piece, rows, low, high in (
+            (few, 16 if few == pad else AT_ONCE // 4 // few, -1, FEW_MERGED),
+            (pad, min(16, AT_ONCE // 4 // pad), FEW_MERGED, 2**31),
+        ):
+            merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, PIECE=piece, ROWS=rows, num_warps=4, **common)
+            merges.append((merge, q_heads * -(-v_dim // piece), low, high))
     sms = multiprocessors(device) if device >= 0 else 16
-    return run, merge, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
+    return run, merges, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
@@ -342,7 +351,7 @@ def _plans(
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
     window = max(0, min(sliding_window, 2**31 - 2))
-    run, merge, blocks, programs, strides = _plan(
+    run, merges, blocks, programs, strides = _plan(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     lines = length("q", times=q_heads) + programs * q_heads
@@ -358,10 +367,10 @@ def _plans(
         )  # fmt: skip
         some = (("kv_indices", least, longest),)
         steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
-    if merge:
-        merged = (part, sums, to, "lse", *row, length("q"), programs)
-        grid = length("q").at_most(max(1, MERGERS // q_heads)).times(q_heads)
-        steps.append(Step(merge, grid, merged, some))
+    for second, lines_each, low, high in merges:
+        args = (part, sums, to, "lse", *row, length("q"), programs)
+        grid = length("q").at_most(max(FEW_MERGED, MERGERS // lines_each)).times(lines_each)
+        steps.append(Step(second, grid, args, (*some, ("q", low, high))))
     return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 
