@@ -4,6 +4,9 @@ alone; the program that is the last of a request's to be done merges what they l
 
 `each` is ``arange(0, BLOCK)``, of so many requests as a program looks at together. The caller makes it, since in Gluon
 it needs a layout; everything else here compiles as Triton and as Gluon.
+
+Instead of requests there may be query tokens: `kv_indptr` is then fp32, four numbers a token (`_tokens.py`), and a
+request that asks for nothing, of -1 keys, has no part.
 """
 
 import triton
@@ -23,10 +26,10 @@ def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr,
     total = tl.cast(0, tl.int64)
     for b in range(0, bs, BLOCK):
         i = b + each
-        n = lengths(kv_indptr, i, i < bs, nnz)
+        n = keys(kv_indptr, i, i < bs, nnz)
         if WINDOW:
             n = tl.minimum(n, window + 1)
-        total += tl.sum(n.to(tl.int64))
+        total += tl.sum(tl.maximum(n, 0).to(tl.int64))
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
@@ -49,11 +52,28 @@ def at_once(most, wider, kv_indptr, each, nnz, bs, programs, window, WINDOW: tl.
 
 
 @triton.jit
+def keys(kv_indptr, i, mask, nnz):
+    """How many each request has, int32, or -1; 0 where not `mask`."""
+    if kv_indptr.dtype.element_ty == tl.float32:
+        return tl.load(kv_indptr + 4 * i + 1, mask, other=0.0).to(tl.int32, bitcast=True)
+    else:
+        return lengths(kv_indptr, i, mask, nnz)
+
+
+@triton.jit
+def tile_of(kv_indptr, token):
+    """(tokens of the tile that this one leads, how many keys the first sees, of which every next one sees one more);
+    of one that leads none the first is 0 less how far behind its leader it is."""
+    rows = tl.load(kv_indptr + 4 * token + 2).to(tl.int32, bitcast=True)
+    return rows, tl.load(kv_indptr + 4 * token + 3).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
-    n = lengths(kv_indptr, i, i < bs, nnz)
+    n = keys(kv_indptr, i, i < bs, nnz)
     if WINDOW:
         n = tl.minimum(n, window + 1)
-    return tl.where(i < bs, tl.maximum(n - 1, 0) // chunk + 1, 0)
+    return tl.where((i < bs) & (n >= 0), tl.maximum(n - 1, 0) // chunk + 1, 0)
 
 
 @triton.jit
@@ -66,7 +86,7 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
     for b in range(0, bs, BLOCK):
         n = counts(kv_indptr, b + each, nnz, bs, chunk, window, WINDOW)
         stop = base + tl.cumsum(n, 0)
-        mine = (stop <= c) & (n > 0)
+        mine = (stop <= c) & (b + each < bs)
         request += tl.sum(mine.to(tl.int32))
         before += tl.sum(tl.where(mine, n, 0))
         base += tl.sum(n)
@@ -76,8 +96,12 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
 @triton.jit
 def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
     """(where the keys of part c's request begin, its parts, the first key of c, the key after its last), in steps."""
-    begin = entry(kv_indptr, request, nnz)
-    length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    if kv_indptr.dtype.element_ty == tl.float32:
+        begin = tl.load(kv_indptr + 4 * request).to(tl.int32, bitcast=True)
+        length = tl.load(kv_indptr + 4 * request + 1).to(tl.int32, bitcast=True)
+    else:
+        begin = entry(kv_indptr, request, nnz)
+        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
     if WINDOW:
         seen = tl.minimum(length, window + 1)
         begin += length - seen
