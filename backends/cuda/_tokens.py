@@ -10,8 +10,6 @@ more. What splits keys (`_split.py`) reads these instead of `kv_indptr`.
 Requests that overlap may both write a row; a token leads where its tile's first token is found in another request.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal.backends.cuda import decode_attention
 from hal.backends.cuda._device import pdl
 from hal.kv.view import page_size
-from hal.ops.spec import FP8
 from hal.triton import launch
 from hal.triton.plans import MOST, Counters, Plan, Result, Scratch, Size, Step, length
 
@@ -115,7 +112,8 @@ def plan(
     )
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
     split = (n.at_most(MOST_SPLIT) + programs).times(heads * tokens)
-    part, sums, each = Scratch(Size()), Scratch(split.times(v_cache.shape[-1])), Scratch(split.times(v_cache.shape[-1] + 1))
+    behind = split.times(v_cache.shape[-1] + 1)
+    part, sums, each = Scratch(Size()), Scratch(split.times(v_cache.shape[-1])), Scratch(behind)
     counters = (Counters(),) if run.kernel is decode_attention.decode_attention_kernel else ()
     some, many = ("q", 0, MOST_SPLIT), ("q", MOST_SPLIT, MOST)
     steps = [Step(find, length("q", per=EACH), ("qo_indptr", "kv_indptr", each, n, nnz, bs), (("q", 0, MOST),))]
@@ -127,4 +125,4 @@ def plan(
         steps.append(Step(run, n.times(blocks) + (parts * blocks if parts > 1 else 0), args, (where,)))
     merged = (each, part, sums, to, "lse", *row, nnz, n, programs, 0)
     steps.append(Step(merge, n.times(heads), merged, (some,)))
-    return Plan(tuple(steps), split.times(v_cache.shape[-1] + 1) + n.times(4), returns)
+    return Plan(tuple(steps), behind + n.times(4), returns)

@@ -296,7 +296,9 @@ def _plan(
         )  # fmt: skip
     merge = None
     if not once:
-        merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, TOKENS=1, num_warps=4, **common)
+        merge = decode_merge_kernel.bind(
+            Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, TOKENS=1, num_warps=4, **common
+        )
     sms = multiprocessors(device) if device >= 0 else 16
     return run, merge, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
