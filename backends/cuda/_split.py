@@ -94,6 +94,13 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def unsplit(kv_indptr, c, nnz, bs):
+    """`seek`, and how many keys a part has at most, where each request is one part: nothing is to be added up."""
+    request = tl.where(keys(kv_indptr, c, c < bs, nnz) < 0, bs, c)
+    return tl.cast(tl.maximum(nnz, 1), tl.int32), request, c
+
+
+@triton.jit
 def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
     """(where the keys of part c's request begin, its parts, the first key of c, the key after its last), in steps."""
     if kv_indptr.dtype.element_ty == tl.float32:

@@ -31,6 +31,7 @@ chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 seek = gluon.jit(_split.seek.fn)
 tile_of = gluon.jit(_split.tile_of.fn)
+unsplit = gluon.jit(_split.unsplit.fn)
 
 HALF = gl.constexpr(256)
 """Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""
@@ -294,7 +295,9 @@ def decode_attention_hopper_kernel(
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
-    if bs <= FEW:
+    if programs == 1:
+        chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
+    elif bs <= FEW:
         chunk = chunk_of(kv_indptr, few, nnz, bs, programs, window, SHORTEST, WINDOW)
         request, before = seek(kv_indptr, few, c, nnz, bs, chunk, window, WINDOW)
     else:
