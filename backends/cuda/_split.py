@@ -33,7 +33,10 @@ def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr,
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
-    if (bs > 1) & (bs < programs) & (bs <= BLOCK):
+    some = bs < programs
+    if kv_indptr.dtype.element_ty == tl.float32:
+        some = bs > 1  # of tokens only those that lead a tile have parts
+    if (bs > 1) & some & (bs <= BLOCK):
         parts = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
         if parts > programs:
             given = tl.minimum(most, 2**30 - 1)
