@@ -11,7 +11,6 @@ OTHER_TABLES = (
     "host_calls",
     "hicache",
     "mla_decode_attention",
-    "mla_extend_attention",
     "extend_attention_hopper",
     "decode_by_block_table",
 )
