@@ -203,3 +203,19 @@ def ahead(kv_indptr, each, request, nnz, bs, chunk, window, WINDOW: tl.constexpr
         n = counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW)
         before += tl.sum(tl.where(i < request, n, 0))
     return before
+
+
+@triton.jit
+def notes(part_lse, bs, programs, Q_HEADS: tl.constexpr):
+    """Behind the sums: int32 pairs of a request's parts and those before it."""
+    return part_lse + (tl.cast(bs, tl.int64) + programs) * Q_HEADS
+
+
+@triton.jit
+def note(part_lse, request, c, before, parts, bs, programs, Q_HEADS: tl.constexpr):
+    """Tell the launch that merges of a request's parts, so that it need not look at lengths; the first part's program
+    does, where there are to be more than one."""
+    if (c == before) & (programs > 1):
+        at = notes(part_lse, bs, programs, Q_HEADS) + 2 * tl.cast(request, tl.int64)
+        tl.store(at, parts.to(tl.float32, bitcast=True))
+        tl.store(at + 1, before.to(tl.float32, bitcast=True))

@@ -19,7 +19,7 @@ from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, merge, merged, seek, tile_of
+from hal.backends.cuda._split import ahead, chunk_of, counts, keys_of, merge, merged, note, seek
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -122,6 +122,8 @@ def decode_attention_kernel(
         request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, window, WINDOW)
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
+        if kv_indptr.dtype.element_ty == tl.float32:
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
 
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
@@ -193,19 +195,13 @@ def decode_merge_kernel(
     kv_indptr, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, nnz: tl.int64, bs: tl.int32,
     programs: tl.int32, window: tl.int32, Q_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     WINDOW: tl.constexpr, LSE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(0) // Q_HEADS
-    at = request.to(tl.int64)
     head = tl.program_id(0) % Q_HEADS
-    lead = head + tl.arange(0, 1)
-    if TOKENS > 1:
-        behind = tl.maximum(-tile_of(kv_indptr, request)[0], 0)
-        request -= behind
-        lead += behind * Q_HEADS
     if bs <= FEW:
         chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
@@ -217,12 +213,13 @@ def decode_merge_kernel(
         else:
             before = ahead(kv_indptr, tl.arange(0, BLOCK), request, nnz, bs, chunk, window, WINDOW)
         d = tl.arange(0, DV_PAD)[None, None, :]
+        lead = head + tl.arange(0, 1)
         each = tl.arange(0, ROWS)
-        LINES: tl.constexpr = Q_HEADS * TOKENS
-        acc, sums = merged(part, part_lse, before, 1, parts, lead, each, tl.arange(0, DV_PAD), lead >= 0, LINES, DV)
+        acc, sums = merged(part, part_lse, before, 1, parts, lead, each, tl.arange(0, DV_PAD), lead >= 0, Q_HEADS, DV)
+        at = request.to(tl.int64)
         tl.store(out + at * out_row + head * out_head + d, acc.to(out.dtype.element_ty), d < DV)
         if LSE:
-            tl.store(lse + at * Q_HEADS + head + tl.arange(0, 1)[:, None], sums * LN2)
+            tl.store(lse + at * Q_HEADS + lead[:, None], sums * LN2)
 
 
 def tiles(
@@ -296,9 +293,7 @@ def _plan(
         )  # fmt: skip
     merge = None
     if not once:
-        merge = decode_merge_kernel.bind(
-            Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, TOKENS=1, num_warps=4, **common
-        )
+        merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, DV_PAD=pad, ROWS=16, num_warps=4, **common)
     sms = multiprocessors(device) if device >= 0 else 16
     return run, merge, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 

@@ -29,6 +29,7 @@ from hal.triton import launch
 
 chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
+note = gluon.jit(_split.note.fn)
 seek = gluon.jit(_split.seek.fn)
 tile_of = gluon.jit(_split.tile_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
@@ -329,6 +330,8 @@ def decode_attention_hopper_kernel(
 
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
+        if kv_indptr.dtype.element_ty == gl.float32:
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS * TOKENS)
         tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS

@@ -72,9 +72,11 @@ def test_each_token_is_in_a_tile_of_a_request_that_has_it(qo_indptr: list[int], 
     kv_indptr = torch.tensor([(7 * i * i) % 50 - 3 for i in range(bs + 1)], dtype=torch.int32, device="cpu")
     qo = torch.tensor(qo_indptr, dtype=torch.int64, device="cpu")
     found = torch.full((n + 1, 4), torch.nan, dtype=torch.float32, device="cpu")
+    noted = torch.full((n + 1, 2), torch.nan, dtype=torch.float32, device="cpu")
     run = query_tokens_kernel.bind(CAUSAL=causal, TOKENS=tokens, EACH=each, BLOCK=4, PDL=False)
-    run.start((-(-n // each), 1, 1), qo, kv_indptr, found, n, nnz, bs)
+    run.start((-(-n // each), 1, 1), qo, kv_indptr, noted, found, n, nnz, bs)
     assert bool(found[n:].isnan().all())
+    assert noted.isnan().logical_not()[:, 0].tolist() == [True] * n + [False]
     kv = [min(max(x, 0), nnz) for x in kv_indptr.tolist()]
     begins, keys, tiles, firsts = found[:n].view(torch.int32).unbind(1)
     for t in range(n):
@@ -111,7 +113,7 @@ def test_right_with_each_token_a_request(form: str, monkeypatch: pytest.MonkeyPa
     execute(SPEC, args, DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cpu"))
     for plan in extend_attention._plans.values():
         names = [step.run.kernel.name for step in plan.steps]
-        assert names == ["query_tokens_kernel", *2 * ["decode_attention_kernel"], "decode_merge_kernel"]
+        assert names == ["query_tokens_kernel", *2 * ["decode_attention_kernel"], "merge_tokens_kernel"]
     extend_attention._plans.clear()
 
 
@@ -137,7 +139,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
 
 def test_taken_on_hopper_alone() -> None:
     args = made()
-    assert kernels(args) == {"query_tokens_kernel", "decode_attention_hopper_kernel", "decode_merge_kernel"}
+    assert kernels(args) == {"query_tokens_kernel", "decode_attention_hopper_kernel", "merge_tokens_kernel"}
     assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
     for change in ({"sliding_window": 5}, {"logit_cap": 3.0}, {"dtype": "fp32"}):
         assert kernels(made(**change)) == {"extend_attention_kernel"}
