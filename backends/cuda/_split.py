@@ -72,6 +72,15 @@ def tile_of(kv_indptr, token):
 
 
 @triton.jit
+def row_at(r, token, head, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Where row r of a tile begins: a query head's, or that of a token and its query head."""
+    if TOKENS > 1:
+        return r // GROUP * token + r % GROUP * head
+    else:
+        return r * head
+
+
+@triton.jit
 def counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
     n = keys(kv_indptr, i, i < bs, nnz)
     if WINDOW:

@@ -30,6 +30,7 @@ from hal.triton import launch
 chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
+row_at = gluon.jit(_split.row_at.fn)
 seek = gluon.jit(_split.seek.fn)
 tile_of = gluon.jit(_split.tile_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
@@ -45,15 +46,6 @@ REGISTERS = gl.constexpr(208)
 
 
 @gluon.jit
-def _at(r, token, head, GROUP: gl.constexpr, TOKENS: gl.constexpr):
-    """Where row r of a tile begins: a query head's, or that of a token and its query head."""
-    if TOKENS > 1:
-        return r // GROUP * token + r % GROUP * head
-    else:
-        return r * head
-
-
-@gluon.jit
 def _queries(to, q, head, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """Queries into a tile; by pieces, for want of registers."""
     D: gl.constexpr = to.shape[1]
@@ -62,7 +54,7 @@ def _queries(to, q, head, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.co
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
     for i in gl.static_range(0, ROWS, PIECE):
         r = i + gl.arange(0, PIECE, gl.SliceLayout(1, ROW))
-        at = q + ((_at(head + r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
+        at = q + ((row_at(head + r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
         async_copy.async_copy_global_to_shared(to.slice(i, PIECE), at, (r < heads)[:, None])
 
 
@@ -191,7 +183,7 @@ def _leave(
     way.store(acc.to(way.dtype))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    at = out + (_at(head + r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d)
+    at = out + (row_at(head + r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d)
     gl.store(at, way.load(ROW), (r < heads)[:, None])
 
 
