@@ -33,7 +33,7 @@ ROWS = 64
 """Of a tile."""
 MERGERS = 1024
 """Programs of the launch that merges, at most: about one wave."""
-AT_ONCE = 4096
+AT_ONCE = 8192
 """Elements of parts that one of them reads at once."""
 
 
@@ -91,9 +91,11 @@ def query_tokens_kernel(
 
 
 @triton.jit
-def _leader(tokens, t, mask):
+def _leader(tokens, t, mask, TOKENS: tl.constexpr):
     """(who leads the tile of each token, how far behind it is)."""
-    behind = tl.maximum(-tl.load(tokens + 4 * t + 2, mask, other=0.0).to(tl.int32, bitcast=True), 0)
+    behind = t * 0
+    if TOKENS > 1:
+        behind = tl.maximum(-tl.load(tokens + 4 * t + 2, mask, other=0.0).to(tl.int32, bitcast=True), 0)
     return t - behind, behind
 
 
@@ -114,10 +116,10 @@ def merge_tokens_kernel(
     for some in range(tl.program_id(0) // HEADS, n, 16 * apart):
         # Mostly there is nothing to merge: seen by one look.
         t = some + tl.arange(0, 16) * apart
-        leader, _ = _leader(tokens, t, t < n)
+        leader, _ = _leader(tokens, t, t < n, TOKENS)
         if tl.max(tl.load(noted + 2 * leader, t < n, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
             for at in range(some, tl.minimum(some + 16 * apart, n), apart):
-                leads, behind = _leader(tokens, at, True)
+                leads, behind = _leader(tokens, at, True, TOKENS)
                 parts = tl.load(noted + 2 * leads).to(tl.int32, bitcast=True)
                 if parts > 1:
                     before = tl.load(noted + 2 * leads + 1).to(tl.int32, bitcast=True)

@@ -121,10 +121,9 @@ def test_right_with_each_token_a_request(form: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("form", FORMS)
 def test_right(form: str) -> None:
     from hal.backends.cuda import extend_attention
-    from hal.bench.judge import prove
 
     extend_attention._plans.clear()
-    prove(SPEC.name, {**MLA, **FORMS[form]}, "cuda")
+    execute(SPEC, made(**FORMS[form]), DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cuda"))
     names = {plan.steps[1].run.kernel.name for plan in extend_attention._plans.values()}
     assert names == {"decode_attention_hopper_kernel"}
 
