@@ -64,11 +64,10 @@ def keys(kv_indptr, i, mask, nnz):
 
 
 @triton.jit
-def tile_of(kv_indptr, token):
-    """(tokens of the tile that this one leads, how many keys the first sees, of which every next one sees one more);
-    of one that leads none the first is 0 less how far behind its leader it is."""
-    rows = tl.load(kv_indptr + 4 * token + 2).to(tl.int32, bitcast=True)
-    return rows, tl.load(kv_indptr + 4 * token + 3).to(tl.int32, bitcast=True)
+def tile_of(kv_indptr, token, GROUP: tl.constexpr):
+    """(rows of the tile that a token leads, how many keys it sees itself; each next token one more)."""
+    tokens = tl.load(kv_indptr + 4 * token + 2).to(tl.int32, bitcast=True)
+    return tokens * GROUP, tl.load(kv_indptr + 4 * token + 3).to(tl.int32, bitcast=True)
 
 
 @triton.jit

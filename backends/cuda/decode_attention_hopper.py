@@ -331,8 +331,7 @@ def decode_attention_hopper_kernel(
         head = kv_head * GROUP + member
         first = high
         if TOKENS > 1:
-            heads, first = tile_of(kv_indptr, request)
-            heads *= GROUP
+            heads, first = tile_of(kv_indptr, request, GROUP)
         row = request.to(gl.int64)
         line = c.to(gl.int64) * (Q_HEADS * TOKENS)
         alone = parts == 1
