@@ -4,6 +4,9 @@ alone; the program that is the last of a request's to be done merges what they l
 
 `each` is ``arange(0, BLOCK)``, of so many requests as a program looks at together. The caller makes it, since in Gluon
 it needs a layout; everything else here compiles as Triton and as Gluon.
+
+Instead of requests there may be query tokens: `kv_indptr` is then fp32, four numbers a token (`_tokens.py`), and a
+request that asks for nothing, of -1 keys, has no part.
 """
 
 import triton
@@ -23,14 +26,17 @@ def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr,
     total = tl.cast(0, tl.int64)
     for b in range(0, bs, BLOCK):
         i = b + each
-        n = lengths(kv_indptr, i, i < bs, nnz)
+        n = keys(kv_indptr, i, i < bs, nnz)
         if WINDOW:
             n = tl.minimum(n, window + 1)
-        total += tl.sum(n.to(tl.int64))
+        total += tl.sum(tl.maximum(n, 0).to(tl.int64))
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
-    if (bs > 1) & (bs < programs) & (bs <= BLOCK):
+    some = bs < programs
+    if kv_indptr.dtype.element_ty == tl.float32:
+        some = bs > 1  # of tokens only those that lead a tile have parts
+    if (bs > 1) & some & (bs <= BLOCK):
         parts = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
         if parts > programs:
             given = tl.minimum(most, 2**30 - 1)
@@ -49,11 +55,36 @@ def at_once(most, wider, kv_indptr, each, nnz, bs, programs, window, WINDOW: tl.
 
 
 @triton.jit
+def keys(kv_indptr, i, mask, nnz):
+    """How many each request has, int32, or -1; 0 where not `mask`."""
+    if kv_indptr.dtype.element_ty == tl.float32:
+        return tl.load(kv_indptr + 4 * i + 1, mask, other=0.0).to(tl.int32, bitcast=True)
+    else:
+        return lengths(kv_indptr, i, mask, nnz)
+
+
+@triton.jit
+def tile_of(kv_indptr, token, GROUP: tl.constexpr):
+    """(rows of the tile that a token leads, how many keys it sees itself; each next token one more)."""
+    tokens = tl.load(kv_indptr + 4 * token + 2).to(tl.int32, bitcast=True)
+    return tokens * GROUP, tl.load(kv_indptr + 4 * token + 3).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def row_at(r, token, head, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Where row r of a tile begins: a query head's, or that of a token and its query head."""
+    if TOKENS > 1:
+        return r // GROUP * token + r % GROUP * head
+    else:
+        return r * head
+
+
+@triton.jit
 def counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
-    n = lengths(kv_indptr, i, i < bs, nnz)
+    n = keys(kv_indptr, i, i < bs, nnz)
     if WINDOW:
         n = tl.minimum(n, window + 1)
-    return tl.where(i < bs, tl.maximum(n - 1, 0) // chunk + 1, 0)
+    return tl.where((i < bs) & (n >= 0), tl.maximum(n - 1, 0) // chunk + 1, 0)
 
 
 @triton.jit
@@ -66,7 +97,7 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
     for b in range(0, bs, BLOCK):
         n = counts(kv_indptr, b + each, nnz, bs, chunk, window, WINDOW)
         stop = base + tl.cumsum(n, 0)
-        mine = (stop <= c) & (n > 0)
+        mine = (stop <= c) & (b + each < bs)
         request += tl.sum(mine.to(tl.int32))
         before += tl.sum(tl.where(mine, n, 0))
         base += tl.sum(n)
@@ -74,10 +105,21 @@ def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def unsplit(kv_indptr, c, nnz, bs):
+    """`seek`, and how many keys a part has at most, where each request is one part: nothing is to be added up."""
+    request = tl.where(keys(kv_indptr, c, c < bs, nnz) < 0, bs, c)
+    return tl.cast(tl.maximum(nnz, 1), tl.int32), request, c
+
+
+@triton.jit
 def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
     """(where the keys of part c's request begin, its parts, the first key of c, the key after its last), in steps."""
-    begin = entry(kv_indptr, request, nnz)
-    length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    if kv_indptr.dtype.element_ty == tl.float32:
+        begin = tl.load(kv_indptr + 4 * request).to(tl.int32, bitcast=True)
+        length = tl.load(kv_indptr + 4 * request + 1).to(tl.int32, bitcast=True)
+    else:
+        begin = entry(kv_indptr, request, nnz)
+        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
     if WINDOW:
         seen = tl.minimum(length, window + 1)
         begin += length - seen
@@ -168,8 +210,8 @@ def notes(part_lse, bs, programs, Q_HEADS: tl.constexpr):
 @triton.jit
 def note(part_lse, request, c, before, parts, bs, programs, Q_HEADS: tl.constexpr):
     """Tell the launch that merges of a request's parts, so that it need not look at lengths; the first part's program
-    does."""
-    if c == before:
+    does, where there may be more than one."""
+    if (c == before) & (programs > 1):
         at = notes(part_lse, bs, programs, Q_HEADS) + 2 * tl.cast(request, tl.int64)
         tl.store(at, parts.to(tl.float32, bitcast=True))
         tl.store(at + 1, before.to(tl.float32, bitcast=True))

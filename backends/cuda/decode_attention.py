@@ -279,7 +279,7 @@ def _plan(
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
-        run = decode_attention_hopper_kernel.bind(**{**same, "FEW": HOPPER_FEW}, num_warps=4)
+        run = decode_attention_hopper_kernel.bind(**{**same, "FEW": HOPPER_FEW}, TOKENS=1, num_warps=4)
     elif lanes:
         from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
 

@@ -30,7 +30,10 @@ from hal.triton import launch
 chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
+row_at = gluon.jit(_split.row_at.fn)
 seek = gluon.jit(_split.seek.fn)
+tile_of = gluon.jit(_split.tile_of.fn)
+unsplit = gluon.jit(_split.unsplit.fn)
 
 HALF = gl.constexpr(256)
 """Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""
@@ -43,7 +46,7 @@ REGISTERS = gl.constexpr(208)
 
 
 @gluon.jit
-def _queries(to, q, head, heads, q_head, UNIT: gl.constexpr):
+def _queries(to, q, head, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """Queries into a tile; by pieces, for want of registers."""
     D: gl.constexpr = to.shape[1]
     PIECE: gl.constexpr = 16
@@ -51,7 +54,7 @@ def _queries(to, q, head, heads, q_head, UNIT: gl.constexpr):
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
     for i in gl.static_range(0, ROWS, PIECE):
         r = i + gl.arange(0, PIECE, gl.SliceLayout(1, ROW))
-        at = q + (((head + r) * q_head * UNIT)[:, None] + d)
+        at = q + ((row_at(head + r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
         async_copy.async_copy_global_to_shared(to.slice(i, PIECE), at, (r < heads)[:, None])
 
 
@@ -90,14 +93,14 @@ def _fetch_tile(W: gl.constexpr, cache, slot, k, there, rows, full, empty, free,
 
 @gluon.jit
 def _fetch(
-    q, cache, slots, head, heads, low, high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_head, stride,
-    num_slots, UNIT: gl.constexpr,
+    q, cache, slots, head, heads, low, high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head,
+    stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The queries, then the rows of entries [low, high), tile by tile; slots are read a tile ahead."""
     each = low + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     slot = gl.load(slots + each, each < high, other=-1)
     for i in gl.static_range(3):
-        _queries(q_tiles[i].index(0), q + i * HALF, head, heads, q_head, UNIT)
+        _queries(q_tiles[i].index(0), q + i * HALF, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     free = 1
     for t in range(0, tiles, 2):
@@ -137,12 +140,16 @@ def _shrink(top, new, by):
 
 
 @gluon.jit
-def _softmax(s, top, there, edge, j, high, by):
+def _softmax(s, top, there, edge, j, high, first, by, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """(weights, what earlier sums shrink by, largest logit) of a tile of products from entry j on."""
     ENTRIES: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if edge:
-        seen = (there.load(ENTRIES) != 0) & (j + gl.arange(0, KEYS, ENTRIES) < high)
-        s = gl.where(seen[None, :], s, ABSENT)
+        entries = j + gl.arange(0, KEYS, ENTRIES)
+        seen = ((there.load(ENTRIES) != 0) & (entries < high))[None, :]
+        if TOKENS > 1:
+            last = first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)) // GROUP
+            seen = seen & (entries[None, :] < last[:, None])
+        s = gl.where(seen, s, ABSENT)
     new = gl.maximum(top, gl.max(s, 1))
     base, keep = _shrink(top, new, by)
     return gl.exp2(s * by - base[:, None]), keep, new
@@ -167,20 +174,24 @@ def _begin_theirs(PART: gl.constexpr, acc, top, total, k, tops, p_full, ready, b
 
 
 @gluon.jit
-def _leave(way, acc, out, head, heads, out_head, UNIT: gl.constexpr):
+def _leave(
+    way, acc, out, head, heads, out_row, out_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
+):
     """Sums, by way of the queries' tile, which nobody reads any more: so they leave in rows of whole sectors."""
     D: gl.constexpr = way.shape[1]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     way.store(acc.to(way.dtype))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    gl.store(out + (((head + r) * out_head)[:, None] * UNIT + d), way.load(ROW), (r < heads)[:, None])
+    at = out + (row_at(head + r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d)
+    gl.store(at, way.load(ROW), (r < heads)[:, None])
 
 
 @gluon.jit
 def _work(
-    PART: gl.constexpr, out, lse, part, part_lse, line, at, head, heads, alone, low, high, tiles, q_tiles, k, there,
-    tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE: gl.constexpr, UNIT: gl.constexpr,
+    PART: gl.constexpr, out, lse, part, part_lse, line, at, head, heads, alone, low, high, first, tiles, q_tiles, k,
+    there, tops, totals, q_full, full, empty, p_full, done, by, out_row, out_head, LSE: gl.constexpr,
+    UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -209,8 +220,10 @@ def _work(
             s_begun = _multiply(PART, 0, q_tiles, k, full, phase, none, zero)
         s_begun = _multiply(PART, 1, q_tiles, k, full, phase, s_begun, zero)
         edge = (j + KEYS > high) | (gl.min(there.index(PART).load(EACH), 0) == 0)
+        if TOKENS > 1:
+            edge = edge | (j + KEYS > first)
         s = warpgroup_mma_wait(0, [s_begun])
-        p, keep, top = _softmax(s, top, there.index(PART), edge, j, high, by)
+        p, keep, top = _softmax(s, top, there.index(PART), edge, j, high, first, by, GROUP, TOKENS)
         p16 = p.to(k[2].dtype)
         tops.index(PART).store(top)
         k[2].index(PART + zero).store(p16)
@@ -237,7 +250,7 @@ def _work(
     whole = gl.where(some, total, 1.0)
     acc = _shrunk(acc, 1.0 / whole)
     if alone:
-        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, head, heads, out_head, UNIT)
+        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, head, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
         r = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))[None, :]
@@ -266,6 +279,7 @@ def decode_attention_hopper_kernel(
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    TOKENS: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -274,7 +288,9 @@ def decode_attention_hopper_kernel(
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
-    if bs <= FEW:
+    if programs == 1:
+        chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
+    elif bs <= FEW:
         chunk = chunk_of(kv_indptr, few, nnz, bs, programs, window, SHORTEST, WINDOW)
         request, before = seek(kv_indptr, few, c, nnz, bs, chunk, window, WINDOW)
     else:
@@ -306,14 +322,17 @@ def decode_attention_hopper_kernel(
 
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
-        note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
+        note(part_lse, request, c, before, parts, bs, programs, Q_HEADS * TOKENS)
         tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS
         heads = gl.minimum(GROUP - member, ROWS)
         head = kv_head * GROUP + member
+        first = high
+        if TOKENS > 1:
+            heads, first = tile_of(kv_indptr, request, GROUP)
         row = request.to(gl.int64)
-        line = c.to(gl.int64) * Q_HEADS
+        line = c.to(gl.int64) * (Q_HEADS * TOKENS)
         alone = parts == 1
         by = gl.maximum(scale, 1e-30) * LOG2E
         mbarrier.init(q_full, count=128)
@@ -327,17 +346,18 @@ def decode_attention_hopper_kernel(
             [
                 (_fetch, (
                     q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, kv_indices + begin, head, heads, low,
-                    high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_head, kc_page, num_slots, UNIT,
+                    high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
+                    GROUP, TOKENS,
                 )),
                 (_work, (
                     0, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
-                    high, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE,
-                    UNIT,
+                    high, first, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_row,
+                    out_head, LSE, UNIT, GROUP, TOKENS,
                 )),
                 (_work, (
                     1, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
-                    high, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_head, LSE,
-                    UNIT,
+                    high, first, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_row,
+                    out_head, LSE, UNIT, GROUP, TOKENS,
                 )),
             ],
             [4, 4],

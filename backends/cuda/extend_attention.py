@@ -3,7 +3,8 @@
 
 A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all
 of a tile's tokens see go without a mask; the diagonal and the window's edge follow with one. The grid
-bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again.
+bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again. MLA's
+shared rows on Hopper: `_tokens.py`.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
-from hal.backends.cuda import _attention
+from hal.backends.cuda import _attention, _tokens
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, next_power_of_2, pdl
@@ -330,6 +331,12 @@ def _plans(
     window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
+    if shared and (
+        found := _tokens.plan(
+            q, k_cache, v_cache, returns, to, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, plain
+        )
+    ):
+        return found
     run, blocks, tokens, strides = _plan(
         q, k_cache, v_cache, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
     )

@@ -40,8 +40,8 @@ def main(
 
     Args:
         names: some of the device's tables (ops, and of a CPU ``dispatch``, of a GPU ``launcher``,
-            ``programmatic_launch``, ``host_calls``, ``mla_decode_attention``, ``extend_attention_hopper``,
-            ``decode_by_block_table``, ``hicache``); empty for all.
+            ``programmatic_launch``, ``host_calls``, ``mla_decode_attention``, ``mla_extend_attention``,
+            ``extend_attention_hopper``, ``decode_by_block_table``, ``hicache``); empty for all.
         device: ``cpu`` or ``cuda``.
         json: print the run as JSON instead of tables.
         plot: a file for the picture, as of `hal.bench.plot.draw`.

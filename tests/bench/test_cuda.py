@@ -37,15 +37,28 @@ PEERS: dict[str, set[str]] = {
     "build_kv_indices_from_blocks": {"cumsum and a program a request", "torch"},
     "decode_attention": {"sdpa contiguous"},
     "mla_decode_attention": set(),
+    "mla_extend_attention": set(),
 }
-ROWS = {"kv_write": 4, "assign_extend_cache_locs": 6, "decode_attention": 1, "mla_decode_attention": 1}
+ROWS = {
+    "kv_write": 4,
+    "assign_extend_cache_locs": 6,
+    "decode_attention": 1,
+    "mla_decode_attention": 1,
+    "mla_extend_attention": 1,
+}
 
 
 def test_every_op_has_a_table(tables: Tables) -> None:
     assert {*BUILTIN} <= {*tables}
     assert {*tables} - {*BUILTIN} == {
         *("launcher", "programmatic_launch", "host_calls"),
-        *("mla_decode_attention", "extend_attention_hopper", "decode_by_block_table", "hicache"),
+        *(
+            "mla_decode_attention",
+            "mla_extend_attention",
+            "extend_attention_hopper",
+            "decode_by_block_table",
+            "hicache",
+        ),
     }
 
 
@@ -58,7 +71,7 @@ def test_hicache(tables: Tables) -> None:
 
 @pytest.mark.parametrize("table", PEERS)
 def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hal.bench.cuda.mla.check_forms", lambda: None)
+    monkeypatch.setattr("hal.bench.cuda.mla.check_forms", lambda *_: None)
     rows = tables[table](True)
     assert len(rows) == ROWS.get(table, 2)
     for row in rows:

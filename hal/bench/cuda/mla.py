@@ -1,4 +1,5 @@
-"""The table of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels for them.
+"""The tables of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels for them; one query
+token a request, or a few, as where drafts are verified, which is extend_attention.
 
 At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
 what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
@@ -33,6 +34,8 @@ POINTS = (
     (16, 64, 4096),
 )
 """(query heads, bs, keys each)."""
+EXTEND_POINTS = ((128, 32, 4096, 2), (128, 32, 4096, 4), (16, 32, 4096, 2), (16, 32, 4096, 4))
+"""(query heads, bs, keys each, query tokens each)."""
 COPY = 4.25e6
 """Bytes a microsecond that a device-to-device copy moves on an H200."""
 PRODUCTS = 790e6
@@ -47,18 +50,23 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"q_heads": 128, "lse": False, "bs": 3, "longest": 2500, "slots": 8000},
 )
 """What the check asks for, beside the contract's own samples, which certification judges."""
+EXTEND_FORMS: tuple[dict[str, Any], ...] = ({"q_heads": 128, "longest": 2}, {"q_heads": 16, "longest": 9})
+"""What that of query tokens asks for."""
 
 
 class Inputs:
-    """One batch, its pages spread over a pool; `sets` batches of slots of one pool, so that none is in the cache."""
+    """One batch, its pages spread over a pool; `sets` batches of slots of one pool, so that none is in the cache.
+    `tokens`: queries a request; 0: one, of a call of decode_attention."""
 
-    def __init__(self, heads: int, bs: int, keys: int, sets: int = 4) -> None:
+    def __init__(self, heads: int, bs: int, keys: int, tokens: int = 0, sets: int = 4) -> None:
         torch.manual_seed(0)
         pages = -(-keys // PAGE)
         pool = max(bs * pages * sets, LEAST_PAGES)
         self.bs, self.keys, self.heads, self.scale = bs, keys, heads, 192**-0.5
         bf16, i32 = torch.bfloat16, torch.int32
-        self.q = torch.randn(bs, heads, 576, device=inputs.DEVICE, dtype=bf16)
+        self.tokens = tokens
+        n = bs * max(tokens, 1)
+        self.q = torch.randn(n, heads, 576, device=inputs.DEVICE, dtype=bf16)
         self.rows = torch.randn(pool, PAGE, 1, 576, device=inputs.DEVICE, dtype=bf16)
         self.tables = (
             torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: sets * bs * pages]
@@ -69,11 +77,13 @@ class Inputs:
         slots = self.tables[..., None] * PAGE + each
         self.slots = slots.view(sets, bs, -1)[:, :, :keys].contiguous().view(sets, -1)
         self.indptr = torch.arange(bs + 1, device=inputs.DEVICE, dtype=i32) * keys
-        self.out = torch.empty(bs, heads, 512, device=inputs.DEVICE, dtype=bf16)
+        self.starts = torch.arange(bs + 1, device=inputs.DEVICE, dtype=i32) * max(tokens, 1)
+        self.out = torch.empty(n, heads, 512, device=inputs.DEVICE, dtype=bf16)
 
     def ours(self) -> Callable[[int], Tensor]:
-        run, values = launcher("cuda", "decode_attention"), self.rows[..., :512]
-        return lambda i: run(self.q, self.rows, values, self.indptr, self.slots[i], self.out, scale=self.scale)
+        run = launcher("cuda", "extend_attention" if self.tokens else "decode_attention")
+        given = (self.q, self.rows, self.rows[..., :512], *([self.starts] if self.tokens else []), self.indptr)
+        return lambda i: run(*given, self.slots[i], self.out, scale=self.scale)
 
     def flashinfer(self) -> dict[str, Callable[[int], Tensor]]:
         flashinfer = peers.flashinfer()
@@ -90,7 +100,7 @@ class Inputs:
                 scratch = torch.empty(128 << 20, device=inputs.DEVICE, dtype=torch.uint8)
                 wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=backend)
                 wrapper.plan(
-                    starts,
+                    self.starts,
                     starts * pages,
                     table.reshape(-1),
                     lens,
@@ -98,7 +108,7 @@ class Inputs:
                     512,
                     64,
                     PAGE,
-                    False,
+                    self.tokens > 0,
                     self.scale,
                     torch.bfloat16,
                     torch.bfloat16,
@@ -112,15 +122,17 @@ class Inputs:
         return made
 
 
-def check_forms() -> None:
-    """Judges `FORMS`; raises where one is wrong."""
+def check_forms(op: str = "decode_attention") -> None:
+    """Judges `FORMS` of an op; raises where one is wrong."""
     usual = {"bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
-    for form in FORMS:
-        prove("decode_attention", {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda")
+    if op == "extend_attention":
+        usual["prefix"] = 900
+    for form in EXTEND_FORMS if op == "extend_attention" else FORMS:
+        prove(op, {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda")
 
 
-def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) -> Row:
-    x = Inputs(heads, bs, keys)
+def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
+    x = Inputs(heads, bs, keys, tokens)
     calls = {OURS: x.ours(), **x.flashinfer()}
     want = calls[OURS](0).float()
 
@@ -132,7 +144,7 @@ def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) ->
             raise AssertionError(f"{name} differs from ours by {far:.2g}")
 
     row = time_row(
-        {"op": op, "rows": rows, "heads": heads, "bs": bs, "keys": keys},
+        {"op": op, "rows": rows, "heads": heads, "bs": bs, "keys": keys, **({"tokens": tokens} if tokens else {})},
         {name: partial(lambda call: call, call) for name, call in calls.items()},
         len(x.tables),
         check,
@@ -143,7 +155,7 @@ def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int) ->
     )
     if us := row.get("device_us", {}).get(OURS):
         row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
-    row["least_us"] = {"bytes": bs * keys * 1152 / COPY, "flops": 2 * bs * keys * heads * 1088 / PRODUCTS}
+    row["least_us"] = {"bytes": bs * keys * 1152 / COPY, "flops": 2 * len(x.q) * keys * heads * 1088 / PRODUCTS}
     return row
 
 
@@ -157,4 +169,19 @@ def mla_decode_attention(quick: bool = False) -> list[Row]:
     )
 
 
-TABLES: dict[str, Callable[[bool], list[Row]]] = {"mla_decode_attention": mla_decode_attention}
+def mla_extend_attention(quick: bool = False) -> list[Row]:
+    """Rows: query heads, bs, keys each, query tokens each."""
+    if not quick:
+        check_forms("extend_attention")
+    points = ((16, 1, 128, 2),) if quick else EXTEND_POINTS
+    op, rounds = "extend_attention", 3 if quick else 25
+    return table_of(
+        partial(_mla_row, op=op, rows="mla", heads=heads, bs=bs, keys=keys, rounds=rounds, tokens=tokens)
+        for heads, bs, keys, tokens in points
+    )
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {
+    "mla_decode_attention": mla_decode_attention,
+    "mla_extend_attention": mla_extend_attention,
+}

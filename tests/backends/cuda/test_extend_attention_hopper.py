@@ -145,7 +145,6 @@ def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
         {"cache_dtype": "e4m3", "head_dim": 256, "v_head_dim": 256},
         {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "padded"},
         {"head_dim": 96, "v_head_dim": 96},
-        {"head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "q_heads": 4},
         {"q_view": "misaligned"},
         {"scale": -0.1},
         {"k_cache": torch.zeros(960, 1, 129, dtype=torch.bfloat16)[..., :128]},
