@@ -122,7 +122,7 @@ def judged(*calls: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize("form", [*LATENT, *LOUD], ids=str)
 def test_latent_rows_are_right(form: dict[str, Any] | str) -> None:
     if isinstance(form, dict):
-        args = [made(**MLA, **form)]
+        args = [made(**MLA | form)]
     else:
         args = [extreme(c, form, **{**MLA, "q_heads": 8, "longest": 300}) for c in ("e4m3", "e5m2")]
         args.append(args[0] | {"k_scale": torch.tensor([-0.37])})
@@ -181,7 +181,7 @@ def test_no_form_of_latent_rows_spills(form: dict[str, Any]) -> None:
     from hal.backends.cuda import inspect
 
     with inspect.record() as calls:
-        inspect.launcher("decode_attention")(**made(**MLA, **form))
+        inspect.launcher("decode_attention")(**made(**MLA | form))
     assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
     cubin = inspect.compile_call(calls[0], 90).asm["cubin"]
     _, spills, shared = inspect.resources(cubin)
