@@ -26,7 +26,8 @@ def fetch_latent(
 ):  # fmt: skip
     """The rows of entries [low, high): of each tile the half that its own group sums, then the other half and the rest.
 
-    By 32 rows at a time, two or three of which are under way, from tile to tile; slots are read two tiles ahead.
+    By 32 rows at a time, two or three of which are under way, from tile to tile; slots are read two tiles ahead. What
+    is stored here is seen by `wgmma` past the fences of those who wait for it.
     """
     N: gl.constexpr = rows.shape[1]
     W: gl.constexpr = k[0].shape[2] // WORD
@@ -55,7 +56,6 @@ def fetch_latent(
                 d = _half(half, rows.index(w), N // 2, UNIT, W)
                 d_rest = _half(words + 2 * W, rows.index(w), N // 2, UNIT, REST)
                 _put(own, N // 2, b, KIND)
-                fence_async_shared()
                 mbarrier.arrive(full.index(2 * w))
                 at, ok = _begin(slot, num_slots, stride)
                 rows.index(1 - w).store(at)
@@ -68,7 +68,6 @@ def fetch_latent(
                 b = _half(half, rows.index(1 - w), N // 2, UNIT, W)
                 _put(other, N // 2, d, KIND)
                 _put(rest, N // 2, d_rest, KIND)
-                fence_async_shared()
                 mbarrier.arrive(full.index(2 * w + 1))
         free ^= 1
 
@@ -84,23 +83,32 @@ def _queries(q, to, first, start, head, heads, q_head, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def _scaled(to, x, by):
+    """Elements times a number a row, put into a tile of fp16."""
+    by = gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))
+    to.store((x.to(gl.float32) * by[:, None]).to(gl.float16))
+
+
+@gluon.jit
 def scale_queries(q, q_tiles, exponents, FIRST: gl.constexpr, head, heads, q_head, sign, UNIT: gl.constexpr):
     """Rows from FIRST on of the queries, as many as `exponents` has places, times `sign` and a power of two each
-    (`exponent`), put into the three tiles as fp16. Read twice, for want of registers."""
+    (`exponent`), put into the three tiles as fp16."""
     HALF: gl.constexpr = q_tiles[0].shape[2]
     MANY: gl.constexpr = exponents.shape[0]
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    e = gl.full([MANY], 127, gl.int32, EACH)
+    to0 = q_tiles[0].index(0).slice(FIRST, MANY)
+    to1 = q_tiles[1].index(0).slice(FIRST, MANY)
+    to2 = q_tiles[2].index(0).slice(FIRST, MANY)
+    x0 = _queries(q, to0, FIRST, 0, head, heads, q_head, UNIT)
+    x1 = _queries(q, to1, FIRST, HALF, head, heads, q_head, UNIT)
+    x2 = _queries(q, to2, FIRST, 2 * HALF, head, heads, q_head, UNIT)
+    e = gl.full([MANY], 127, gl.int32, gl.SliceLayout(1, x0.type.layout))
     if q.dtype.element_ty != gl.float16:
-        most = gl.zeros([MANY], gl.float32, EACH)
-        for i in gl.static_range(3):
-            x = _queries(q, q_tiles[i].index(0).slice(FIRST, MANY), FIRST, i * HALF, head, heads, q_head, UNIT)
-            most = gl.maximum(most, gl.convert_layout(gl.max(magnitude(x), 1), EACH))
-        e = exponent(most)
+        most = gl.maximum(gl.max(magnitude(x0), 1), gl.max(magnitude(x1), 1))
+        rest = gl.convert_layout(gl.max(magnitude(x2), 1), most.type.layout)
+        e = exponent(gl.maximum(most, rest))
     exponents.store(e)
-    for i in gl.static_range(3):
-        to = q_tiles[i].index(0).slice(FIRST, MANY)
-        x = _queries(q, to, FIRST, i * HALF, head, heads, q_head, UNIT)
-        by = gl.convert_layout(power(e) * sign, gl.SliceLayout(1, x.type.layout))
-        to.store((x.to(gl.float32) * by[:, None]).to(gl.float16))
+    by = power(e) * sign
+    _scaled(to0, x0, by)
+    _scaled(to1, x1, by)
+    _scaled(to2, x2, by)
     fence_async_shared()

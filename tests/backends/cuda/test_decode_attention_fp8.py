@@ -44,7 +44,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 MLA = {"kv_heads": 1, "q_heads": 128, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared"}
 LATENT: tuple[dict[str, Any], ...] = (
-    {"scales": "tensor", "bs": 2, "longest": 500},
+    {"scales": "tensor", "bs": 2, "longest": 300},
     {"cache_dtype": "e5m2", "q_heads": 16, "dtype": "fp16", "scales": "float", "indptr": "i64", "lse": False},
     {"q_heads": 24, "values": "skip", "index": "i64", "longest": 300},
     {"q_heads": 20, "cache": "paged", "scales": "float"},
