@@ -260,7 +260,7 @@ def _plan(
         v_page = 0
     strides = (*q.stride()[:2], *kc, *vc, *row)
     unit = copy_unit(strides)
-    hopper = plain and not cap and not window and k_page == 1 and k_scale is None and v_scale is None
+    hopper = plain and not cap and not window and k_page == 1
     hopper = hopper and for_hopper(q, k_cache, v_cache, unit, shared)
     lanes = plain and fp8 and for_lanes(q, v_cache, group, unit, max(kc[0], vc[0]))
     if hopper or lanes:
@@ -279,7 +279,9 @@ def _plan(
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
-        run = decode_attention_hopper_kernel.bind(**{**same, "FEW": HOPPER_FEW}, TOKENS=1, num_warps=4)
+        run = decode_attention_hopper_kernel.bind(
+            **{**same, "FEW": HOPPER_FEW}, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), TOKENS=1, num_warps=4
+        )
     elif lanes:
         from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
 
@@ -308,15 +310,14 @@ def _plan(
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
-    """Whether the kernel for Hopper takes them: MLA's shared rows of 16 bits, whole 16 bytes apart. No window, no
-    logit_cap, no page apart from the next: registers are short, and no model has those with such rows."""
+    """Whether the kernel for Hopper takes them: MLA's shared rows of 16 bits or fp8, whole 16 bytes apart. No window,
+    no logit_cap, no page apart from the next: registers are short, and no model has those with such rows."""
     return (
         launch.lane() in ("device", "recorded")
         and arch(q.get_device()) == 90
         and q.dtype.itemsize == 2
-        and q.dtype == k_cache.dtype
         and (q.shape[2], v_cache.shape[-1]) == (576, 512)
-        and unit >= 8
+        and unit >= (8 if q.dtype == k_cache.dtype else 16)
         and shared
     )
 

@@ -6,7 +6,7 @@ the group whose buffer it is makes the logits of a tile and their softmax, and l
 of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
 softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Which keys are
-a program's is as in `decode_attention_kernel`; `decode_merge_kernel` merges the parts.
+a program's is as in `decode_attention_kernel`; another launch merges the parts. Rows of fp8: `_fetch_latent.py`.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
@@ -22,18 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _split
+from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
-from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, _barriers
+from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
+from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row
 from hal.triton import launch
 
 chunk_of = gluon.jit(_split.chunk_of.fn)
+factor = gluon.jit(_attention.factor.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 row_at = gluon.jit(_split.row_at.fn)
 seek = gluon.jit(_split.seek.fn)
 tile_of = gluon.jit(_split.tile_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
+without = gluon.jit(_attention.without.fn)
 
 HALF = gl.constexpr(256)
 """Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""
@@ -43,6 +46,8 @@ KEYS = gl.constexpr(64)
 """Keys of a tile."""
 REGISTERS = gl.constexpr(208)
 """Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
+FP8_REGISTERS = gl.constexpr(200)
+"""The same over fp8: rows under way to being widened are in registers."""
 
 
 @gluon.jit
@@ -140,7 +145,7 @@ def _shrink(top, new, by):
 
 
 @gluon.jit
-def _softmax(s, top, there, edge, j, high, first, by, GROUP: gl.constexpr, TOKENS: gl.constexpr):
+def _softmax(s, top, there, edge, j, high, first, by, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """(weights, what earlier sums shrink by, largest logit) of a tile of products from entry j on."""
     ENTRIES: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if edge:
@@ -152,7 +157,9 @@ def _softmax(s, top, there, edge, j, high, first, by, GROUP: gl.constexpr, TOKEN
         s = gl.where(seen, s, ABSENT)
     new = gl.maximum(top, gl.max(s, 1))
     base, keep = _shrink(top, new, by)
-    return gl.exp2(s * by - base[:, None]), keep, new
+    if FP8:
+        base = base - SHIFT
+    return gl.exp2(s * _by_row(by, FP8) - base[:, None]), keep, new
 
 
 @gluon.jit
@@ -180,6 +187,7 @@ def _leave(
     """Sums, by way of the queries' tile, which nobody reads any more: so they leave in rows of whole sectors."""
     D: gl.constexpr = way.shape[1]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    way = way._reinterpret(out.dtype.element_ty, [ROWS, D], way.layout)
     way.store(acc.to(way.dtype))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
@@ -189,9 +197,9 @@ def _leave(
 
 @gluon.jit
 def _work(
-    PART: gl.constexpr, out, lse, part, part_lse, line, at, head, heads, alone, low, high, first, tiles, q_tiles, k,
-    there, tops, totals, q_full, full, empty, p_full, done, by, out_row, out_head, LSE: gl.constexpr,
-    UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    PART: gl.constexpr, q, out, lse, part, part_lse, line, at, head, heads, alone, low, high, first, tiles, q_tiles, k,
+    there, tops, totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
+    out_head, LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -202,8 +210,17 @@ def _work(
     total = gl.zeros([ROWS], gl.float32, ROW)
     none = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
+    if FP8:
+        FIRST: gl.constexpr = PART * ROWS // 2
+        own = exponents.slice(FIRST, ROWS // 2)
+        scale_queries(q, q_tiles, own, FIRST, head, heads, q_row, q_head, sign, UNIT, GROUP, TOKENS)
+        gl.thread_barrier()
+        mbarrier.arrive(q_full)
     mbarrier.wait(q_full, 0)
-    fence_async_shared()
+    if FP8:
+        by = gl.maximum(without(by, exponents.load(ROW)), 1e-30) * LOG2E
+    else:
+        fence_async_shared()
     phase = 0
     ready = 0
     for t in range(PART, tiles, 2):
@@ -223,7 +240,7 @@ def _work(
         if TOKENS > 1:
             edge = edge | (j + KEYS > first)
         s = warpgroup_mma_wait(0, [s_begun])
-        p, keep, top = _softmax(s, top, there.index(PART), edge, j, high, first, by, GROUP, TOKENS)
+        p, keep, top = _softmax(s, top, there.index(PART), edge, j, high, first, by, FP8, GROUP, TOKENS)
         p16 = p.to(k[2].dtype)
         tops.index(PART).store(top)
         k[2].index(PART + zero).store(p16)
@@ -248,7 +265,7 @@ def _work(
     total += totals.index(1 - PART).load(ROW)
     some = total != 0.0
     whole = gl.where(some, total, 1.0)
-    acc = _shrunk(acc, 1.0 / whole)
+    acc = _shrunk(acc, v_factor / whole)
     if alone:
         _leave(q_tiles[PART].index(0), acc, out + PART * HALF, head, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
@@ -257,7 +274,10 @@ def _work(
         gl.store(part + ((line + head + r)[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
     if PART == 0:
         r = gl.arange(0, ROWS, ROW)
-        logs = gl.where(some, top * by + gl.log2(whole), ABSENT)
+        logs = top * by + gl.log2(whole)
+        if FP8:
+            logs = logs - SHIFT
+        logs = gl.where(some, logs, ABSENT)
         if alone:
             if LSE:
                 gl.store(lse + (at + head + r), logs * LN2, r < heads)
@@ -279,7 +299,7 @@ def decode_attention_hopper_kernel(
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
-    TOKENS: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -297,7 +317,8 @@ def decode_attention_hopper_kernel(
         chunk = chunk_of(kv_indptr, many, nnz, bs, programs, window, SHORTEST, WINDOW)
         request, before = seek(kv_indptr, many, c, nnz, bs, chunk, window, WINDOW)
 
-    dtype: gl.constexpr = q.dtype.element_ty
+    FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, KEYS], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -316,6 +337,9 @@ def decode_attention_hopper_kernel(
     there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
     tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
     totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    exponents = tops
+    if FP8:
+        exponents = gl.allocate_shared_memory(gl.int32, [ROWS], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
@@ -334,32 +358,42 @@ def decode_attention_hopper_kernel(
         row = request.to(gl.int64)
         line = c.to(gl.int64) * (Q_HEADS * TOKENS)
         alone = parts == 1
-        by = gl.maximum(scale, 1e-30) * LOG2E
-        mbarrier.init(q_full, count=128)
+        by = scale * factor(k_scale, K_KIND)
+        v_factor = factor(v_scale, V_KIND)
+        sign = 1.0
+        if FP8:
+            # The greatest product is the greatest logit only by a factor above 0.
+            sign = gl.where(by < 0, -1.0, 1.0)
+            by = gl.abs(by)
+        else:
+            by = gl.maximum(by, 1e-30) * LOG2E
+        mbarrier.init(q_full, count=2 if FP8 else 128)
         mbarrier.init(done, count=2)
         for w in gl.static_range(2):
             mbarrier.init(p_full.index(w), count=1)
             for i in gl.static_range(2):
-                mbarrier.init(full.index(2 * w + i), count=129 if i == 1 else 128)
+                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 129 if i == 1 else 128)
                 mbarrier.init(empty.index(2 * w + i), count=1)
         gl.warp_specialize(
             [
-                (_fetch, (
+                (fetch_latent if FP8 else _fetch, (
                     q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, kv_indices + begin, head, heads, low,
                     high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
                     GROUP, TOKENS,
                 )),
                 (_work, (
-                    0, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
-                    high, first, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_row,
-                    out_head, LSE, UNIT, GROUP, TOKENS,
+                    0, q + row * q_row * UNIT, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS,
+                    head, heads, alone, low, high, first, tiles, q_tiles, k, there, tops, totals, exponents, q_full,
+                    full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8,
+                    GROUP, TOKENS,
                 )),
                 (_work, (
-                    1, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS, head, heads, alone, low,
-                    high, first, tiles, q_tiles, k, there, tops, totals, q_full, full, empty, p_full, done, by, out_row,
-                    out_head, LSE, UNIT, GROUP, TOKENS,
+                    1, q + row * q_row * UNIT, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS,
+                    head, heads, alone, low, high, first, tiles, q_tiles, k, there, tops, totals, exponents, q_full,
+                    full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8,
+                    GROUP, TOKENS,
                 )),
             ],
             [4, 4],
-            [REGISTERS, REGISTERS],
+            [REGISTERS, REGISTERS] if not FP8 else [FP8_REGISTERS, FP8_REGISTERS],
         )  # fmt: skip

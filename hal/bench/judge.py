@@ -23,7 +23,7 @@ from hal.conformance.execute import Executor, Failure
 from hal.conformance.proofs.run import run_case
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from hal.ops.spec import Sample
+from hal.ops.spec import OpSpec, Sample
 
 
 class Peer(DirectTarget):
@@ -74,11 +74,32 @@ def check_transfer(name: str, call: Callable[[], Any], src: KVPool, dst: KVPool,
                 raise AssertionError(f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
 
 
-def prove(op: str, params: Mapping[str, Any], backend: str) -> None:
-    """Raises unless our launcher does what the contract says of what `params` make: called, and from a captured graph
-    where the device has them."""
-    spec = replace(get_spec(op), samples=(Sample("form", params),))
+def prove(op: str, params: Mapping[str, Any], backend: str) -> float:
+    """Calls our launcher with what `params` make, and from a captured graph where the device has them.
+
+    Returns:
+        The largest error, in units of the bound.
+
+    Raises:
+        AssertionError: it did not do what the contract says.
+    """
+    return _prove(replace(get_spec(op), samples=(Sample("form", params),)), backend)
+
+
+def verdict(op: str, args: Mapping[str, Any]) -> float:
+    """As `prove`, of cuda's launcher with `args`, whose truth does not depend on what its outputs held."""
+    spec = get_spec(op)
+    wants = spec.oracle(args)
+    same = replace(spec, samples=(Sample("form"),), make=lambda **_: dict(args), oracle=lambda _: wants)
+    return _prove(same, "cuda")
+
+
+def _prove(spec: OpSpec, backend: str) -> float:
+    worst = 0.0
     for proof in ("value", "graph"):
-        result = run_case(Case(op, proof, "form", "form"), RegistryTarget.of(backend, "device"), spec)
+        result = run_case(Case(spec.name, proof, "form", "form"), RegistryTarget.of(backend, "device"), spec)
         if result.outcome not in (PASSED, NOT_APPLICABLE):
-            raise AssertionError(f"{op}: {proof} of {dict(params)}: {result.outcome}: {result.reason}")
+            params = dict(spec.samples[0].params)
+            raise AssertionError(f"{spec.name}: {proof} of {params}: {result.outcome}: {result.reason}")
+        worst = max([worst, *result.headroom.values()])
+    return worst

@@ -67,7 +67,8 @@ def test_taken_on_hopper_alone() -> None:
     "change",
     [
         {"dtype": "fp32"},
-        {"cache_dtype": "e4m3"},
+        {"cache_dtype": "e4m3", "logit_cap": 3.0},
+        {"cache_dtype": "e4m3", "dtype": "fp32"},
         {"head_dim": 288, "v_head_dim": 256},
         {"cache_view": "contiguous"},
         {"scale": -0.1},
