@@ -301,7 +301,6 @@ def extend_attention_hopper_kernel(
         k_ring = (k_ring[0], gl.allocate_shared_memory(dtype, [STAGES, N, REST], LAST))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rows = gl.allocate_shared_memory(gl.int64, [2 * ROWS], FLAT)
-    q_there = gl.allocate_shared_memory(gl.int32, [2 * ROWS], FLAT)
     k_rows = gl.allocate_shared_memory(gl.int64, [STAGES, N], FLAT)
     v_rows = k_rows
     if V_PAGE:
@@ -351,7 +350,7 @@ def extend_attention_hopper_kernel(
                 [
                     (fetch_fp8 if FP8 else fetch, (
                         q, k_cache + kv_head * kc_head * UNIT, v_cache + kv_head * vc_head * UNIT, kv_indices + begin,
-                        tile, low, high, q_tiles, k_ring, v_ring, (q_rows, q_there, k_rows, v_rows, there), barriers,
+                        tile, low, high, q_tiles, k_ring, v_ring, (q_rows, k_rows, v_rows, there), barriers,
                         (q_row, q_head, kc_page, kc_token, vc_page, vc_token), num_slots, K_PAGE, V_PAGE, REST, UNIT,
                         HEADS,
                     )),
