@@ -27,6 +27,8 @@ from hal.triton import launch
 
 SHIFT = gl.constexpr(15)
 """Weights in fp16 are up to 2^SHIFT: what is above 2^-29 of the largest is as exact as fp16 can have it."""
+L2 = gl.constexpr(32 * 2**20)
+"""Bytes of keys and values that programs may read at a time: of the 50 MB on the chip, most."""
 ABSENT = gl.constexpr(float("-inf"))
 
 entry = gluon.jit(_attention.entry.fn)
@@ -272,7 +274,17 @@ def extend_attention_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block = gl.program_id(0) % BLOCKS
+    # So many key/value heads at a time as stay in the L2 with all keys of a request, of the mean length.
+    KV_HEADS: gl.constexpr = Q_HEADS // GROUP
+    ROW: gl.constexpr = (2 * D + REST) * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    fit = bs.to(gl.float32) * (L2 // ROW) / gl.maximum(nnz, 1).to(gl.float32)
+    fit = gl.maximum(gl.minimum(fit, KV_HEADS), 1).to(gl.int32)
+    most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
+    many = around.to(gl.int32) * most
+    first_block = gl.program_id(0) // many * most
+    program = gl.program_id(0) % many
+    among = gl.minimum(most, BLOCKS - first_block)
+    block = first_block + program % among
     kv_head = block // (BLOCKS * GROUP // Q_HEADS)
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
@@ -311,7 +323,7 @@ def extend_attention_hopper_kernel(
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
 
     # More than one turn takes a qo_indptr that does not ascend.
-    turn = (gl.program_id(0) // BLOCKS).to(gl.int64)
+    turn = (program // among).to(gl.int64)
     more = True
     while more:
         if (bs <= FEW) & (n // TOKENS < 2**31 // FEW - 1):

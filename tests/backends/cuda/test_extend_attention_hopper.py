@@ -120,6 +120,13 @@ def test_rows_of_many_requests_are_done_in_turns() -> None:
     assert verdict("extend_attention", args) <= 1.0
 
 
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+def test_heads_are_done_some_at_a_time() -> None:
+    """Heads whose keys are more than the L2 holds, in groups of 34, 34 and 32."""
+    heads = {"q_heads": 100, "kv_heads": 100, "bs": 1, "prefix": 1150, "slots": 1312}
+    judged(made(192, 128, **heads))
+
+
 def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
     from hal.backends.cuda import inspect
 
