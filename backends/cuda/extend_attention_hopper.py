@@ -274,17 +274,19 @@ def extend_attention_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # So many key/value heads at a time as stay in the L2 with all keys of a request, of the mean length.
+    block = gl.program_id(0) % BLOCKS
+    turn = gl.program_id(0) // BLOCKS
     KV_HEADS: gl.constexpr = Q_HEADS // GROUP
     ROW: gl.constexpr = (2 * D + REST) * k_cache.dtype.element_ty.primitive_bitwidth // 8
-    fit = bs.to(gl.float32) * (L2 // ROW) / gl.maximum(nnz, 1).to(gl.float32)
-    fit = gl.maximum(gl.minimum(fit, KV_HEADS), 1).to(gl.int32)
-    most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
-    many = around.to(gl.int32) * most
-    first_block = gl.program_id(0) // many * most
-    program = gl.program_id(0) % many
-    among = gl.minimum(most, BLOCKS - first_block)
-    block = first_block + program % among
+    if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
+        # So many key/value heads at a time as the L2 holds the keys of, of a request of the mean length.
+        fit = gl.maximum(bs.to(gl.float32) * (L2 // ROW) / nnz.to(gl.float32), 1).to(gl.int32)
+        most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
+        many = around.to(gl.int32) * most
+        done = gl.program_id(0) // many * most
+        among = gl.minimum(most, BLOCKS - done)
+        block = done + gl.program_id(0) % many % among
+        turn = gl.program_id(0) % many // among
     kv_head = block // (BLOCKS * GROUP // Q_HEADS)
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
@@ -323,7 +325,7 @@ def extend_attention_hopper_kernel(
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
 
     # More than one turn takes a qo_indptr that does not ascend.
-    turn = (program // among).to(gl.int64)
+    turn = turn.to(gl.int64)
     more = True
     while more:
         if (bs <= FEW) & (n // TOKENS < 2**31 // FEW - 1):
