@@ -274,22 +274,23 @@ def extend_attention_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     block = gl.program_id(0) % BLOCKS
     turn = gl.program_id(0) // BLOCKS
-    KV_HEADS: gl.constexpr = Q_HEADS // GROUP
-    ROW: gl.constexpr = (2 * D + REST) * k_cache.dtype.element_ty.primitive_bitwidth // 8
-    if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
-        # So many key/value heads at a time as the L2 holds the keys of, of a request of the mean length.
-        fit = gl.maximum(bs.to(gl.float32) * (L2 // ROW) / nnz.to(gl.float32), 1).to(gl.int32)
-        most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
-        many = around.to(gl.int32) * most
-        done = gl.program_id(0) // many * most
-        among = gl.minimum(most, BLOCKS - done)
-        block = done + gl.program_id(0) % many % among
-        turn = gl.program_id(0) % many // among
+    if not FP8:  # which lacks the registers
+        KV_HEADS: gl.constexpr = Q_HEADS // GROUP
+        ROW: gl.constexpr = (2 * D + REST) * k_cache.dtype.element_ty.primitive_bitwidth // 8
+        if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
+            # So many key/value heads at a time as the L2 holds the keys of, of a request of the mean length.
+            fit = gl.maximum(bs.to(gl.float32) * (L2 // ROW) / nnz.to(gl.float32), 1).to(gl.int32)
+            most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
+            many = around.to(gl.int32) * most
+            done = gl.program_id(0) // many * most
+            among = gl.minimum(most, BLOCKS - done)
+            block = done + gl.program_id(0) % many % among
+            turn = gl.program_id(0) % many // among
     kv_head = block // (BLOCKS * GROUP // Q_HEADS)
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
-    FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     by = scale * factor(k_scale, K_KIND)
     v_factor = factor(v_scale, V_KIND)
     sign = 1.0
@@ -303,7 +304,7 @@ def extend_attention_hopper_kernel(
             by *= LOG2E
 
     # Of a thread that multiplies; as much of 504 as is left goes to each that fetches. Found by looking for spills.
-    REGISTERS: gl.constexpr = (208 if D == 64 else 192) if FP8 else 216 if REST else 224
+    REGISTERS: gl.constexpr = 208 if D == 64 else 192 if FP8 else 216 if REST else 224
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_tiles = (gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),)
