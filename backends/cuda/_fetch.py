@@ -32,17 +32,30 @@ def query(r, tile, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _copy(to, base, rows, there, UNIT: gl.constexpr):
-    """Rows, which begin at so many UNITs, into a tile; zeros where there is none. By pieces, for want of registers."""
-    N: gl.constexpr = to.shape[0]
-    D: gl.constexpr = to.shape[1]
-    PIECE: gl.constexpr = N if N * D < 16 * 256 else 16 * 256 // D
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+def _copy(to, base, rows, UNIT: gl.constexpr):
+    """Rows, which begin at so many UNITs, into tiles of their columns, side by side; zeros where one is -1.
+
+    What a thread copies of a row lies 128 bytes apart, so that one address, with offsets, serves for all of it. By
+    pieces, for want of registers.
+    """
+    N: gl.constexpr = to[0].shape[0]
+    D: gl.constexpr = to[0].shape[1]
+    PIECE: gl.constexpr = N if N * D < 32 * 256 else 32 * 256 // D
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(0, N, PIECE):
-        row = rows.slice(i, PIECE).load(gl.SliceLayout(1, ROW))
-        ok = there.slice(i, PIECE).load(gl.SliceLayout(1, ROW)) != 0
-        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), base + (row[:, None] * UNIT + d), ok[:, None])
+        row = rows.slice(i, PIECE).load(gl.SliceLayout(1, ROW))[:, None]
+        for part in gl.static_range(len(to)):
+            d = part * D + gl.arange(0, to[part].shape[1], gl.SliceLayout(0, ROW))[None, :]
+            async_copy.async_copy_global_to_shared(to[part].slice(i, PIECE), (base + d) + row * UNIT, row >= 0)
+
+
+@gluon.jit
+def _each(tiles, i):
+    """The i-th of each of one or two rings."""
+    if len(tiles) == 1:
+        return (tiles[0].index(i),)
+    else:
+        return (tiles[0].index(i), tiles[1].index(i))
 
 
 @gluon.jit
@@ -51,23 +64,18 @@ def fetch(
     K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """The queries, then the keys and values of entries [low, high), tile by tile."""
-    q_rows, q_there, k_rows, v_rows, there = places
+    q_rows, k_rows, v_rows, there = places
     q_full, k_full, k_empty, v_full, v_empty = barriers
     q_row, q_head, kc_page, kc_token, vc_page, vc_token = strides
     STAGES: gl.constexpr = v_ring.shape[0]
     N: gl.constexpr = v_ring.shape[1]
-    D: gl.constexpr = v_ring.shape[2]
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     each = gl.arange(0, N, EACH)
     slot = gl.load(slots + (low + each), low + each < high, other=-1)
     at, head, asked = query(gl.arange(0, 2 * ROWS, EACH), tile, HEADS)
-    q_rows.store(at * q_row + head * q_head)
-    q_there.store(asked.to(gl.int32))
+    q_rows.store(gl.where(asked, at * q_row + head * q_head, -1))
     for part in gl.static_range(2):
-        rows, theirs = q_rows.slice(part * ROWS, ROWS), q_there.slice(part * ROWS, ROWS)
-        _copy(q_tiles[0].index(part), q, rows, theirs, UNIT)
-        if REST:
-            _copy(q_tiles[1].index(part), q + D, rows, theirs, UNIT)
+        _copy(_each(q_tiles, part), q, q_rows.slice(part * ROWS, ROWS), UNIT)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     stage = 0
     free = 1
@@ -77,18 +85,14 @@ def fetch(
         slot = gl.load(slots + (j + N + each), j + N + each < high, other=-1)
         mbarrier.wait(k_empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int32))
-        k_rows.index(stage).store(place(mine, kc_page, kc_token, K_PAGE))
-        _copy(k_ring[0].index(stage), k_base, k_rows.index(stage), there.index(stage), UNIT)
-        if REST:
-            _copy(k_ring[1].index(stage), k_base + D, k_rows.index(stage), there.index(stage), UNIT)
+        k_rows.index(stage).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
+        _copy(_each(k_ring, stage), k_base, k_rows.index(stage), UNIT)
         async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
         mbarrier.arrive(k_full.index(stage))  # for `there`, which no asynchronous copy writes
         mbarrier.wait(v_empty.index(stage), free)
         if V_PAGE:
-            v_rows.index(stage).store(place(mine, vc_page, vc_token, V_PAGE))
-            _copy(v_ring.index(stage), v_base, v_rows.index(stage), there.index(stage), UNIT)
-        else:  # v lies as k does
-            _copy(v_ring.index(stage), v_base, k_rows.index(stage), there.index(stage), UNIT)
+            v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
+        _copy((v_ring.index(stage),), v_base, v_rows.index(stage), UNIT)  # v_rows are k_rows where v lies as k does
         async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
         stage += 1
         if stage == STAGES:
@@ -135,7 +139,7 @@ def fetch_fp8(
     K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """As `fetch`, but for the queries. Two loads are under way while one is widened, from tile to tile."""
-    _, _, k_rows, v_rows, there = places
+    _, k_rows, v_rows, there = places
     _, k_full, k_empty, v_full, v_empty = barriers
     _, _, kc_page, kc_token, vc_page, vc_token = strides
     STAGES: gl.constexpr = v_ring.shape[0]

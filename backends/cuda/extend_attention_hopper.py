@@ -27,6 +27,8 @@ from hal.triton import launch
 
 SHIFT = gl.constexpr(15)
 """Weights in fp16 are up to 2^SHIFT: what is above 2^-29 of the largest is as exact as fp16 can have it."""
+L2 = gl.constexpr(32 * 2**20)
+"""Bytes of keys and values that programs may read at a time: of the 50 MB on the chip, most."""
 ABSENT = gl.constexpr(float("-inf"))
 
 entry = gluon.jit(_attention.entry.fn)
@@ -272,10 +274,23 @@ def extend_attention_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     block = gl.program_id(0) % BLOCKS
+    turn = gl.program_id(0) // BLOCKS
+    if not FP8:  # which lacks the registers
+        KV_HEADS: gl.constexpr = Q_HEADS // GROUP
+        ROW: gl.constexpr = (2 * D + REST) * k_cache.dtype.element_ty.primitive_bitwidth // 8
+        if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
+            # So many key/value heads at a time as the L2 holds the keys of, of a request of the mean length.
+            fit = gl.maximum(bs.to(gl.float32) * (L2 // ROW) / nnz.to(gl.float32), 1).to(gl.int32)
+            most = gl.cdiv(KV_HEADS, gl.cdiv(KV_HEADS, fit)) * (BLOCKS // KV_HEADS)
+            many = around.to(gl.int32) * most
+            done = gl.program_id(0) // many * most
+            among = gl.minimum(most, BLOCKS - done)
+            block = done + gl.program_id(0) % many % among
+            turn = gl.program_id(0) % many // among
     kv_head = block // (BLOCKS * GROUP // Q_HEADS)
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
-    FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     by = scale * factor(k_scale, K_KIND)
     v_factor = factor(v_scale, V_KIND)
     sign = 1.0
@@ -289,7 +304,7 @@ def extend_attention_hopper_kernel(
             by *= LOG2E
 
     # Of a thread that multiplies; as much of 504 as is left goes to each that fetches. Found by looking for spills.
-    REGISTERS: gl.constexpr = (208 if D == 64 else 192) if FP8 else 216 if REST else 224
+    REGISTERS: gl.constexpr = 208 if D == 64 else 192 if FP8 else 216 if REST else 224
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_tiles = (gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),)
@@ -301,7 +316,6 @@ def extend_attention_hopper_kernel(
         k_ring = (k_ring[0], gl.allocate_shared_memory(dtype, [STAGES, N, REST], LAST))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rows = gl.allocate_shared_memory(gl.int64, [2 * ROWS], FLAT)
-    q_there = gl.allocate_shared_memory(gl.int32, [2 * ROWS], FLAT)
     k_rows = gl.allocate_shared_memory(gl.int64, [STAGES, N], FLAT)
     v_rows = k_rows
     if V_PAGE:
@@ -312,7 +326,7 @@ def extend_attention_hopper_kernel(
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
 
     # More than one turn takes a qo_indptr that does not ascend.
-    turn = (gl.program_id(0) // BLOCKS).to(gl.int64)
+    turn = turn.to(gl.int64)
     more = True
     while more:
         if (bs <= FEW) & (n // TOKENS < 2**31 // FEW - 1):
@@ -351,7 +365,7 @@ def extend_attention_hopper_kernel(
                 [
                     (fetch_fp8 if FP8 else fetch, (
                         q, k_cache + kv_head * kc_head * UNIT, v_cache + kv_head * vc_head * UNIT, kv_indices + begin,
-                        tile, low, high, q_tiles, k_ring, v_ring, (q_rows, q_there, k_rows, v_rows, there), barriers,
+                        tile, low, high, q_tiles, k_ring, v_ring, (q_rows, k_rows, v_rows, there), barriers,
                         (q_row, q_head, kc_page, kc_token, vc_page, vc_token), num_slots, K_PAGE, V_PAGE, REST, UNIT,
                         HEADS,
                     )),

@@ -120,6 +120,13 @@ def test_rows_of_many_requests_are_done_in_turns() -> None:
     assert verdict("extend_attention", args) <= 1.0
 
 
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+def test_heads_are_done_some_at_a_time() -> None:
+    """Heads whose keys are more than the L2 holds, in groups of 33 and 32."""
+    heads = {"q_heads": 65, "kv_heads": 65, "bs": 1, "prefix": 700, "slots": 864}
+    judged(made(192, 128, **heads))
+
+
 def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
     from hal.backends.cuda import inspect
 
