@@ -244,8 +244,7 @@ def _plan(
     k_scale: object, v_scale: object, shared: bool, plain: bool,
 ) -> tuple[launch.Launch, list[tuple[launch.Launch, int, int, int]], int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
-    group = q_heads // kv_heads
-    device = q.get_device()
+    group, device = q_heads // kv_heads, q.get_device()
     on = pdl(device)
     fp8 = k_cache.dtype in FP8
     m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
@@ -368,7 +367,8 @@ def _plans(
         )  # fmt: skip
         some = (("kv_indices", least, longest),)
         steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
-    for second, lines_each, low, high in merges:
+    # With one program a kernel notes no parts, since no request has more than one.
+    for second, lines_each, low, high in merges if programs > 1 else ():
         args = (part, sums, to, "lse", *row, length("q"), programs)
         grid = length("q").at_most(max(FEW_MERGED, MERGERS // lines_each)).times(lines_each)
         steps.append(Step(second, grid, args, (*some, ("q", low, high))))
