@@ -11,6 +11,7 @@ OTHER_TABLES = (
     "host_calls",
     "hicache",
     "mla_decode_attention",
+    "mla_extend_attention",
     "extend_attention_hopper",
     "decode_by_block_table",
 )
