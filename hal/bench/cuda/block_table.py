@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._attention import logits, step, tile
-from hal.backends.cuda._split import chunk_of, keys_of, seek
+from hal.backends.cuda._split import chunk_of, keys_of, note, seek
 from hal.backends.cuda.decode_attention import leave
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
@@ -79,6 +79,8 @@ def decode_by_blocks_kernel(
         request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, 0, False)
     if request < bs:
         _, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, 0, N, False)
+        if TOGETHER == 0:
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
         there = member < GROUP
