@@ -29,10 +29,6 @@ def rows(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return found.view(cache.dtype).to(dtype) if cache.dtype in FP8 else found
 
 
-def number(scale: float | Tensor | None) -> float:
-    return 1.0 if scale is None else float(scale)
-
-
 def fits(q: Tensor, v_head_dim: int, logit_cap: float, v_scale: object, lse: Tensor | None) -> bool:
     """Whether torch's fused kernel computes this. Of 16-bit queries its log-sum-exp has 17 right bits only."""
     if lse is not None and q.dtype != torch.float32:

@@ -80,9 +80,30 @@ POINTER = {kind: Pointer(kind) for kind in FORMATS}
 
 
 def types_of(words: list[str]) -> list[Any]:
-    """The types that words name: ``int``, ``float``, ``bool``, and formats for pointers."""
-    scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
+    """The types that words name: ``int``, ``float``, ``double``, ``bool``, ``object``, and formats for pointers."""
+    scalars = {
+        "int": types.int64, "float": types.float32, "double": types.float64, "bool": types.boolean, "object": OBJECT
+    }  # fmt: skip
     return [scalars.get(w) or POINTER[w] for w in words]
+
+
+class Object(types.Type):  # type: ignore[misc]
+    """Where a Python object lies, as a word; 0 for None."""
+
+
+OBJECT = Object("hal.Object")
+
+
+@register_model(Object)
+class _ObjectModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Object) -> None:
+        super().__init__(dmm, fe_type, I64)
+
+
+@unbox(Object)  # type: ignore[untyped-decorator]
+def _where(typ: Object, obj: Any, c: Any) -> NativeValue:
+    none = c.builder.icmp_unsigned("==", obj, c.pyapi.borrow_none())
+    return NativeValue(c.builder.select(none, I64(0), c.builder.ptrtoint(obj, I64)))
 
 
 @register_model(Pointer)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hal.backends.cpu._again import Call
 from hal.backends.cpu._amx import begin_tiles, end_tiles
 from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
@@ -49,7 +50,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page, page_bits,
     table, indices, indices_64, out, out_token, out_head, lse, lse_token, scale, window, causal, tokens,
 ):  # fmt: skip
-    step = 32 if TILES else 24  # rows that are done together
+    step, each = (32, 32) if TILES else (24, 16)  # rows that are done together; keys
     width = KEYS + LANES  # rows of scores are apart so that they do not share sets of the cache
     most = (tokens * group + step - 1) // step * step
     numbers = np.empty(step * width + KEYS + most * (2 + v_dim + dim) + KEYS * (dim + v_dim) + 64, np.float32)
@@ -101,7 +102,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             for base in range(low, high, KEYS):
                 count = min(KEYS, high - base)
                 whole_ = True  # all keys are there
-                room = (count + 63) // 64 * 64
+                room = (count + each - 1) // each * each
                 for c in range(room):
                     at = -1
                     v_there = -1
@@ -126,7 +127,8 @@ def _kernel(  # type: ignore[no-untyped-def]
                     seen = min(count, own_1 + 1) if causal else count
                     if seen <= 0 or (window >= 0 and own_0 - window >= count):
                         continue
-                    seen = (seen + 63) // 64 * 64
+                    weighed = seen
+                    seen = (seen + each - 1) // each * each
                     all_ = (
                         whole_
                         and seen <= count
@@ -143,7 +145,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                         row = shift(scores, (i - r) * width)
                         own = own_first + i // group - base
                         begin_, end_ = 0, seen
-                        full = seen
+                        full = seen // 64 * 64
                         if not all_:
                             begin_ = max(0, own - window) if window >= 0 else 0
                             end_ = min(seen, own + 1) if causal else seen
@@ -172,7 +174,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                             shift(acc, r * v_dim), v_dim, cast(scores, "bf16"), width, cast(packed_v, "bf16"), seen
                         )
                     else:
-                        panel_weigh(shift(acc, r * v_dim), v_dim, scores, width, packed_v, seen)
+                        panel_weigh(shift(acc, r * v_dim), v_dim, scores, width, packed_v, weighed)
             for i in range(rows):
                 t, g = t_first + i // group, h * group + i % group
                 total = load(sums, i)
@@ -216,14 +218,16 @@ def attend(
     scale: float,
     sliding_window: int,
     causal: bool,
+    call: Call | None,
 ) -> None:
     """Requests of `extend_attention`: (first row of q, the row after its last, first of kv_indices, how many)."""
     heads, dim = q.shape[1:]
     kv_heads, v_dim = k_cache.shape[-2], v_cache.shape[-1]
     group = heads // kv_heads
     total = sum(stop - begin for begin, stop, _, _ in spans)
-    # Blocks of tokens, fewer where there would be too few for the threads; the longest first.
+    # Blocks of tokens, fewer where there would be too few for the threads; of whole tiles, the longest first.
     tokens = max(8, min(ROWS // group, total * kv_heads // (4 * torch.get_num_threads())))
+    tokens -= tokens % 32 if tokens > 32 else 0
     blocks = [
         (t, min(t + tokens, stop), stop, first, length)
         for begin, stop, first, length in spans
@@ -248,4 +252,5 @@ def attend(
             out.data_ptr(), *out.stride()[:2], 0 if lse is None else lse.data_ptr(), 0 if lse is None else heads,
             scale * LOG2E, min(sliding_window, 1 << 40), causal, tokens,
         ),
+        call=None if call is None else call._replace(table=table),
     )  # fmt: skip

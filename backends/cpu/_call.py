@@ -33,7 +33,11 @@ def need_cpu(op: str, *tensors: Tensor | None) -> None:
             raise ArgumentError(op, "backend", "CPU tensors, for backend 'cpu'", f"a tensor on {t.device}")
 
 
+def number(scale: float | Tensor | None) -> float:
+    return 1.0 if scale is None else float(scale)
+
+
 def place(cache: Tensor, scale: float | Tensor | None, row_dims: int = 2) -> Place:
     """A cache as a kernel takes it: address, kind, page, token and head strides, scale."""
     page, token, head = strides(cache, row_dims)
-    return (cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, 1.0 if scale is None else float(scale))
+    return (cache.data_ptr(), KIND.get(cache.dtype, SAME), page, token, head, number(scale))

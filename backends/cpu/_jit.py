@@ -51,8 +51,8 @@ def _folder() -> Path | None:
     return folder if _folders[folder] else None
 
 
-def _compile_cached(fn: Callable[..., Any]) -> Any:
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+def _compile_cached(fn: Callable[..., Any], gil: bool = False) -> Any:
+    options: dict[str, Any] = {"nogil": not gil, "fastmath": {"contract"}, "error_model": "numpy"}
     folder = _folder()
     if folder is None:
         return numba.njit(**options)(fn)
@@ -126,17 +126,23 @@ class Kernel:
 
     Args:
         fn: plain Python that numba compiles. It runs without the GIL and must not raise.
-        types: a word an argument: a format of `_bits` for a pointer (passed as an int), ``int``, ``float``
-            or ``bool``; ``*name`` words are filled in per variant.
+        types: a word an argument: a format of `_bits` for a pointer (passed as an int), ``int``, ``float``,
+            ``bool`` or what else `types_of` knows; ``*name`` words are filled in per variant.
         shared: `block` will be asked for as well.
+        gil: it asks Python, so it keeps the GIL.
 
     Example:
         >>> kernel = Kernel(fn, "int *out i64")
         >>> kernel("bf16")(n, out.data_ptr(), index.data_ptr())
     """
 
-    def __init__(self, fn: Callable[..., Any], types: str, shared: bool = False) -> None:
-        self.fn, self.types, self.shared = fn, types.split(), shared
+    def __init__(self, fn: Callable[..., Any], types: str, shared: bool = False, gil: bool = False) -> None:
+        self.fn, self.types, self.shared, self.gil = fn, types.split(), shared, gil
+        self.words = {name: 1 + i for i, name in enumerate(fn.__code__.co_varnames[: len(self.types)])}
+        """By arguments' names, which word of `block` each is."""
+        values = ("int", "float", "double", "bool", "object")
+        # The first is a counter where there is one.
+        self.pointers = array("q", [*(1 + i for i, t in enumerate(self.types) if i and t not in values), -1])
         self._block = struct.Struct("q" + "".join({"float": "f4x"}.get(t, "q") for t in self.types))
         self._entries: dict[tuple[str, ...], Any] = {}
         self._natives: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -172,7 +178,7 @@ class Kernel:
         with _lock, _alone():
             if variant not in self._entries:
                 if self._dispatcher is None:
-                    self._dispatcher = _compile_cached(self.fn)
+                    self._dispatcher = _compile_cached(self.fn, self.gil)
                 self._dispatcher.compile(signature)
                 self._entries[variant] = self._dispatcher.overloads[signature].entry_point
         return self._entries[variant]

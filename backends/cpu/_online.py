@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 from functools import cache
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hal.backends.cpu import _pool
+from hal.backends.cpu._again import Call, about
 from hal.backends.cpu._amx import begin_tiles, end_tiles, merge_dims, pack_queries, tile_dots, tile_weigh, tile_weights
 from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
@@ -42,11 +42,9 @@ COST = 4
 SHARE = _pool.SHARE // COST
 TURNS = 2
 """Turns of each thread at least, where keys of few requests are split."""
-NONE: array[Any] = array("q")
+NO_COUNTS, NO_ROOM = array("q"), array("f")
 NO_INDEX = index(None)
-_rooms: list[tuple[array[int], array[float]]] = []
-"""How many pieces of an item are done, and what they have found: left to later calls, the counts all 0."""
-MOST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
+MOST = {torch.float32: 1 << 12, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
 """Queries times keys of a request up to which one at a time is faster. A single query always is."""
 
 
@@ -232,7 +230,6 @@ def _kernel(  # type: ignore[no-untyped-def]
                     move(shift(all_, piece * size), ends, size)
                     if take(shift(arrived, item // pieces), 1) < count - 1:
                         continue
-                    store(arrived, item // pieces, 0)  # as the next call needs it
                     join(ends, acc, group, v_dim, all_, count)
                 for g in range(group):
                     y = shift(out, t * out_token + (h * group + g) * out_head)
@@ -309,10 +306,11 @@ def attend(
     sliding_window: int,
     logit_cap: float,
     causal: bool,
+    call: Call | None,
 ) -> bool:
     """Either op, for all requests of one query (qo_indptr None: all of them), or of few by `MOST`. False: not `fits`.
 
-    A small batch waits for little else than this function: each attribute of a tensor is asked for once.
+    Each attribute of a tensor is asked for once: the first layer of a step that has new sizes waits for it.
     """
     dtype, k_shape = q.dtype, k_cache.shape
     rows, heads, dim = q.shape
@@ -332,21 +330,17 @@ def attend(
         v_row, v_head, _ = v_strides
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
-    group, work, items = heads // max(1, kv_heads), nnz * (dim + v_dim) * dtype.itemsize, bs * kv_heads
-    pieces, room, counts = 1, NONE, NONE
+    group, items = heads // max(1, kv_heads), bs * kv_heads
+    work = about.py_func(nnz) * (dim + v_dim) * dtype.itemsize  # so that who does what seldom changes as requests grow
+    pieces, room, counts = 1, NO_ROOM, NO_COUNTS
     if rows > bs:
         work *= -(-rows // max(1, bs))
     elif qo_indptr is None and work * kv_heads > SHARE:
         pieces = split_calls(items, torch.get_num_threads())
-    if pieces > 1:
-        try:
-            counts, room = _rooms.pop()
-        except IndexError:  # no `if`: another thread may take the last one meanwhile
-            counts, room = NONE, NONE
-        if len(counts) < items:
-            counts = array("q", bytes(8 * items))
-        if len(room) < (need := items * pieces * group * (v_dim + 2)):
-            room = array("f", bytes(4 * need))
+    if pieces > 1:  # how many pieces of an item are done, and what they have found
+        counts, room = array("q", bytes(8 * items)), array("f", bytes(4 * items * pieces * group * (v_dim + 2)))
+        if call is not None:
+            call = call._replace(room=(len(room), items, room.buffer_info()[0], counts.buffer_info()[0]))
     chosen = kernel_for(dtype, dim, v_dim)
     run(
         chosen, VARIANT[dtype], items * pieces, work * COST // max(1, bs * pieces),
@@ -362,7 +356,6 @@ def attend(
             work * kv_heads > (NEAR_TILES if chosen is tile_kernel else NEAR),
             pieces, room.buffer_info()[0], counts.buffer_info()[0],
         ),
+        call=call,
     )  # fmt: skip
-    if room:
-        _rooms.append((counts, room))
     return True

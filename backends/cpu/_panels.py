@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -92,18 +93,30 @@ def _panel(b: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any, wide: i
     return [b.load(place) for place in places]
 
 
+def _by_widths(b: Any, count: Any, block: Callable[[Any, Any, int], None]) -> None:
+    """``block(i, r, how many vectors)`` of 24 rows and `count` columns, a multiple of 16."""
+    whole = b.sub(count, b.srem(count, I64(LANES * WIDE)))
+    with steps(b, I64(0), whole, LANES * WIDE) as i, steps(b, I64(0), I64(24), HIGH) as r:
+        block(i, r, WIDE)
+    with steps(b, whole, count, LANES) as i, steps(b, I64(0), I64(24), HIGH) as r:
+        block(i, r, 1)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def panel_scores(typingctx: Any, out: Any, width: Any, q: Any, keys: Any, count: Any, dim: Any, room: Any) -> Any:
-    """``out[r, i] = q[r] . key[i]`` of 24 rows, and i < count, a multiple of 64; `keys` by `pack_keys`."""
+    """``out[r, i] = q[r] . key[i]`` of 24 rows, and i < count, a multiple of 16; `keys` by `pack_keys`."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         out_, width_, q_, keys_, count_, dim_, room_ = args
-        with steps(b, I64(0), count_, LANES * WIDE) as i, steps(b, I64(0), I64(24), HIGH) as r:
-            zeros = [vec.number(0.0)] * (HIGH * WIDE)
-            found = _panel(b, b.gep(q_, [b.mul(r, dim_)]), dim_, b.gep(keys_, [i]), room_, dim_, WIDE, zeros)
+
+        def block(i: Any, r: Any, wide: int) -> None:
+            zeros = [vec.number(0.0)] * (HIGH * wide)
+            found = _panel(b, b.gep(q_, [b.mul(r, dim_)]), dim_, b.gep(keys_, [i]), room_, dim_, wide, zeros)
             for j, value in enumerate(found):
-                row = b.mul(b.add(r, I64(j // WIDE)), width_)
-                vec.write(b, out_, b.add(b.add(row, i), I64(LANES * (j % WIDE))), value)
+                row = b.mul(b.add(r, I64(j // wide)), width_)
+                vec.write(b, out_, b.add(b.add(row, i), I64(LANES * (j % wide))), value)
+
+        _by_widths(b, count_, block)
         return context.get_dummy_value()
 
     n = types.int64
@@ -129,11 +142,7 @@ def panel_weigh(typingctx: Any, acc: Any, dim: Any, p: Any, width: Any, values: 
             ):
                 vec.write(b, acc_, a, value)
 
-        whole = b.sub(dim_, b.srem(dim_, I64(LANES * WIDE)))
-        with steps(b, I64(0), whole, LANES * WIDE) as d, steps(b, I64(0), I64(24), HIGH) as r:
-            block(d, r, WIDE)
-        with steps(b, whole, dim_, LANES) as d, steps(b, I64(0), I64(24), HIGH) as r:
-            block(d, r, 1)
+        _by_widths(b, dim_, block)
         return context.get_dummy_value()
 
     n = types.int64
@@ -158,7 +167,7 @@ def soften_row(
     typingctx: Any, x: Any, p: Any, count: Any, full: Any, begin: Any, end: Any, alive: Any, top: Any, total: Any,
     scale: Any,
 ) -> Any:  # fmt: skip
-    """``p[i] = 2^(scale * x[i] - top)`` for i < count, a multiple of 64; what the row's sums so far are to be
+    """``p[i] = 2^(scale * x[i] - top)`` for i < count, a multiple of 16; what the row's sums so far are to be
     multiplied by.
 
     Args:
@@ -197,13 +206,19 @@ def soften_row(
         kept = b.extract_element(vec.exp2(b, b.fsub(old, base)), I32(0))
         for place in parts:
             b.store(vec.number(0.0), place)
-        with steps(b, I64(0), count_, 4 * LANES) as i:
+
+        def weight(at: Any, place: Any) -> None:
+            y = vec.fma(b, vec.read(b, x_, "fp32", at), by, b.fneg(base))
+            e = vec.exp2(b, y, 5 if p.kind == "bf16" else 6)
+            vec.write(b, p_, at, vec.to_bf16(b, e) if p.kind == "bf16" else e)
+            b.store(b.fadd(b.load(place), e), place)
+
+        whole = b.and_(count_, I64(-4 * LANES))
+        with steps(b, I64(0), whole, 4 * LANES) as i:
             for j, place in enumerate(parts):
-                at = b.add(i, I64(LANES * j))
-                y = vec.fma(b, vec.read(b, x_, "fp32", at), by, b.fneg(base))
-                e = vec.exp2(b, y, 5 if p.kind == "bf16" else 6)
-                vec.write(b, p_, at, vec.to_bf16(b, e) if p.kind == "bf16" else e)
-                b.store(b.fadd(b.load(place), e), place)
+                weight(b.add(i, I64(LANES * j)), place)
+        with steps(b, whole, count_, LANES) as i:
+            weight(i, parts[0])
         part = vec.across(b, vec.folded(b, parts, vec.add), 1, vec.add)
         before = b.bitcast(b.load(total_), F32)
         now = b.fadd(b.fmul(before, kept), b.extract_element(part, I32(0)))

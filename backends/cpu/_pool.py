@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from hal.backends.cpu._again import Call
 from hal.backends.cpu._bits import address, load, shift, store, types, view
 from hal.backends.cpu._files import warn
 from hal.backends.cpu._jit import Kernel
@@ -226,7 +227,13 @@ def torch_threads() -> Iterator[None]:
 
 
 def run(
-    kernel: Kernel, variant: tuple[str, ...], items: int, size: int, args: tuple[Any, ...], together: int = 1
+    kernel: Kernel,
+    variant: tuple[str, ...],
+    items: int,
+    size: int,
+    args: tuple[Any, ...],
+    together: int = 1,
+    call: Call | None = None,
 ) -> None:
     """Calls ``kernel(counter, grain, items, *args)`` here, and where it pays in other threads as well.
 
@@ -235,6 +242,7 @@ def run(
             does all of them.
         items: units of work. size: bytes that one moves.
         together: a turn is a multiple of this many items.
+        call: calls like this one may be started in the same way.
 
     Raises:
         MemoryError: a kernel had none for what it needs beside its arguments.
@@ -248,8 +256,11 @@ def run(
             threads = 1
     if threads > 1 and openmp:
         counter = array("q", [0])
-        where, block = kernel.block(variant, (counter.buffer_info()[0], grain, items, *args))
+        args = (counter.buffer_info()[0], grain, items, *args)
+        where, block = kernel.block(variant, args)
         failed = team()(openmp, threads, where, block.buffer_info()[0])
+        if call is not None:
+            call.keep(kernel, variant, args, threads, openmp)
     elif threads > 1 and (helpers := pool.helpers(min(threads, -(-items // grain)) - 1, items * size > WAKE)):
         try:
             pool.memory[COUNTER] = 0
@@ -259,6 +270,8 @@ def run(
             pool.busy.release()
     else:
         kernel(*variant)(0, 0, items, *args)
+        if call is not None:
+            call.keep(kernel, variant, (0, 0, items, *args), 1, 0)
         return
     if failed:
         raise MemoryError(f"kernel {kernel.fn.__module__}")

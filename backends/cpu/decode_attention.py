@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _online, _pool
-from hal.backends.cpu._call import need_cpu
+from hal.backends.cpu._again import Memo
+from hal.backends.cpu._call import need_cpu, number
 from hal.kv.view import count_slots
 
 kernel = _online.kernel
+calls = Memo()
 
 
 def decode_attention(
@@ -33,24 +35,23 @@ def decode_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    # Asked for here one by one, as a small batch waits for it; `need_cpu` says which tensor is elsewhere.
-    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu and kv_indptr.is_cpu and kv_indices.is_cpu):
-        need_cpu("decode_attention", q, k_cache, v_cache, kv_indptr, kv_indices)
     if out is None:
+        need_cpu("decode_attention", q, v_cache)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
-    elif not out.is_cpu:
-        need_cpu("decode_attention", out)
-    if lse is not None:
-        need_cpu("decode_attention", lse)
+    tensors = q, k_cache, v_cache, kv_indptr, kv_indices, out, lse
+    call = calls.start(tensors, (scale, sliding_window, logit_cap), grows=4)
+    if call is None:
+        return out
+    need_cpu("decode_attention", *tensors)
     if _online.attend(
-        q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, True
+        q, k_cache, v_cache, None, kv_indptr, kv_indices, out, lse, scale, sliding_window, logit_cap, True, call
     ):
         return out
     _, heads, dim = q.shape
     v_dim, kv_heads, nnz = v_cache.shape[-1], k_cache.shape[-2], kv_indices.shape[0]
     with _pool.torch_threads():
         size = count_slots(k_cache)
-        by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
+        by, fast = scale * number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
         dtype = q.dtype if fast else torch.float32
         ends = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
         slots = kv_indices.to(torch.int64)
@@ -72,7 +73,7 @@ def decode_attention(
             if fast:
                 found, sums = _attention.fused(q[i].view(kv_heads, heads // kv_heads, dim), k, v, None, False, by)
             else:
-                found, sums = _attention.plain(q[i].unsqueeze(1), k, v, None, by, logit_cap, _attention.number(v_scale))
+                found, sums = _attention.plain(q[i].unsqueeze(1), k, v, None, by, logit_cap, number(v_scale))
             out[i] = found.reshape(heads, v_dim)
             if lse is not None:
                 lse[i] = sums.reshape(heads)

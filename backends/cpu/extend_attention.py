@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from hal.backends.cpu import _attention, _blocks, _online, _pool
-from hal.backends.cpu._call import need_cpu
+from hal.backends.cpu._again import Memo
+from hal.backends.cpu._call import need_cpu, number
 from hal.kv.view import count_slots
 
 kernel = _online.kernel
+calls = Memo()
+PTRS = 0b11000
+"""Of the tensors of a call, those whose elements decide what is done: both ``indptr``s."""
 
 
 def extend_attention(
@@ -35,14 +39,19 @@ def extend_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
-    need_cpu("extend_attention", q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse)
+    if out is None:
+        need_cpu("extend_attention", q, v_cache)
+        out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    tensors = q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse
+    call = calls.start(tensors, (scale, sliding_window, logit_cap, causal), PTRS)
+    if call is None:
+        return out
+    need_cpu("extend_attention", *tensors)
     n, heads, _ = q.shape
     v_dim, nnz = v_cache.shape[-1], kv_indices.shape[0]
-    if out is None:
-        out = torch.empty(n, heads, v_dim, dtype=q.dtype, device=q.device)
     size = count_slots(k_cache)
-    by, fast = scale * _attention.number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
-    dtype, v_by = q.dtype if fast else torch.float32, _attention.number(v_scale)
+    by, fast = scale * number(k_scale), _attention.fits(q, v_dim, logit_cap, v_scale, lse)
+    dtype, v_by = q.dtype if fast else torch.float32, number(v_scale)
     sliding_window = min(sliding_window, nnz)  # no wider than the list, or a difference might wrap
     qo = [min(max(p, 0), n) for p in qo_indptr.tolist()]
     kv = [min(max(p, 0), nnz) for p in kv_indptr.tolist()]
@@ -53,6 +62,8 @@ def extend_attention(
     ]
     if _online.fits(q, k_cache, v_cache, logit_cap):
         many = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > _online.MOST[q.dtype]]
+        if len(many) not in (0, len(spans)):
+            call = None  # two kernels make it
         if len(many) < len(spans):
             _online.attend(
                 q,
@@ -67,9 +78,10 @@ def extend_attention(
                 sliding_window,
                 logit_cap,
                 causal,
+                call,
             )
         if many:
-            _blocks.attend(many, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal)
+            _blocks.attend(many, q, k_cache, v_cache, kv_indices, out, lse, scale, sliding_window, causal, call)
         return out
     with _pool.torch_threads():
         slots = kv_indices.to(torch.int64)

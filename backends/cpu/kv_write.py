@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hal.backends.cpu._again import Memo
 from hal.backends.cpu._bits import shift
-from hal.backends.cpu._call import FORMAT, SAME, need_cpu, place
+from hal.backends.cpu._call import FORMAT, SAME, need_cpu, number, place
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
@@ -49,6 +50,8 @@ kernel = Kernel(
     shared=True,
 )
 
+calls = Memo()
+
 
 def kv_write(
     k: Tensor,
@@ -60,9 +63,13 @@ def kv_write(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> None:
-    need_cpu("kv_write", k, v, k_cache, v_cache, slots)
+    tensors = k, v, k_cache, v_cache, slots
+    call = calls.start(tensors, (number(k_scale), number(v_scale)))
+    if call is None:
+        return
+    need_cpu("kv_write", *tensors)
     n, heads, dim = k.shape
     rows = (k.data_ptr(), *k.stride()[:2], heads, dim, v.data_ptr(), *v.stride()[:2], v.shape[2])
     places = (count_slots(k_cache), page_size(k_cache), *place(k_cache, k_scale), *place(v_cache, v_scale))
     nbytes = 2 * k.itemsize * heads * (dim + v.shape[2])
-    run(kernel, (FORMAT[k.dtype],), n, nbytes, (*rows, *index(slots), *places))
+    run(kernel, (FORMAT[k.dtype],), n, nbytes, (*rows, *index(slots), *places), call=call)

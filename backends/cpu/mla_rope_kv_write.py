@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hal.backends.cpu._call import FORMAT, need_cpu
+from hal.backends.cpu._again import Memo
+from hal.backends.cpu._call import FORMAT, need_cpu, number
 from hal.backends.cpu._index import index
 from hal.backends.cpu._pool import run
 from hal.backends.cpu.mla_kv_write import places
 from hal.backends.cpu.rope_kv_write import kernel
+
+calls = Memo()
 
 
 def mla_rope_kv_write(
@@ -28,7 +31,11 @@ def mla_rope_kv_write(
     kv_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:
-    need_cpu("mla_rope_kv_write", q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots)
+    tensors = q_rope, k_rope, kv_lora, cos_sin_cache, positions, kv_cache, slots
+    call = calls.start(tensors, (interleaved, number(kv_scale), write_k))
+    if call is None:
+        return
+    need_cpu("mla_rope_kv_write", *tensors)
     n, q_heads, rope = q_rope.shape
     lora = kv_lora.shape[-1]
     max_positions, rotary = cos_sin_cache.shape
@@ -38,4 +45,6 @@ def mla_rope_kv_write(
     table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
     slots_to = (*index(positions), *index(slots), num_slots, page, *to_rope, *to_lora)
     nbytes = 2 * q_rope.itemsize * (rope * (q_heads + 1) + lora)
-    run(kernel, (FORMAT[q_rope.dtype],), n, nbytes, (*queries, *rows, *table, *slots_to, interleaved, write_k))
+    args = (*queries, *rows, *table, *slots_to, interleaved, write_k)
+    call = call._replace(inside=("k_cache", 5, to_rope[0] - to_lora[0]))
+    run(kernel, (FORMAT[q_rope.dtype],), n, nbytes, args, call=call)

@@ -17,8 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from hal.backends.cpu._again import Memo
 from hal.backends.cpu._bits import F32, FORMATS, I32, I64, Pointer, cast, decode, load, shift, store, types, view
-from hal.backends.cpu._call import FORMAT, SAME, need_cpu, place
+from hal.backends.cpu._call import FORMAT, SAME, need_cpu, number, place
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
@@ -137,6 +138,8 @@ kernel = Kernel(
     shared=True,
 )
 
+calls = Memo()
+
 
 def qk_norm_rope_kv_write(
     q: Tensor,
@@ -156,7 +159,11 @@ def qk_norm_rope_kv_write(
     v_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:
-    need_cpu("qk_norm_rope_kv_write", q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots)
+    tensors = q, k, v, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slots
+    call = calls.start(tensors, (eps, interleaved, number(k_scale), number(v_scale), write_k))
+    if call is None:
+        return
+    need_cpu("qk_norm_rope_kv_write", *tensors)
     n, q_heads, dim = q.shape
     kv_heads = k.shape[1]
     max_positions, rotary = cos_sin_cache.shape
@@ -171,4 +178,4 @@ def qk_norm_rope_kv_write(
     places = (*index(positions), *slot_args, *k_to, *v_to)
     nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
     args = (*heads, *v_args, *norm, *table, *places, interleaved, write_k)
-    run(kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, nbytes, args)
+    run(kernel, (FORMAT[q.dtype], FORMAT[q_weight.dtype]), n, nbytes, args, call=call)

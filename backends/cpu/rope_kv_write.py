@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from torch import Tensor
 
+from hal.backends.cpu._again import Memo
 from hal.backends.cpu._bits import (
     FORMATS,
     I32,
@@ -32,7 +33,7 @@ from hal.backends.cpu._bits import (
     types,
     view,
 )
-from hal.backends.cpu._call import E4M3, FORMAT, SAME, need_cpu, place
+from hal.backends.cpu._call import E4M3, FORMAT, SAME, need_cpu, number, place
 from hal.backends.cpu._jit import Kernel, inline
 from hal.backends.cpu._pool import run
 from hal.backends.cpu._team import take
@@ -310,6 +311,8 @@ kernel = Kernel(
 )
 NONE = (0, SAME, 0, 0, 0, 1.0)
 
+calls = Memo()
+
 
 def rope_kv_write(
     q: Tensor,
@@ -326,7 +329,11 @@ def rope_kv_write(
     v_scale: float | Tensor | None = None,
     write_k: bool = True,
 ) -> None:
-    need_cpu("rope_kv_write", q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots)
+    tensors = q, k, v, cos_sin_cache, positions, k_cache, v_cache, slots
+    call = calls.start(tensors, (interleaved, number(k_scale), number(v_scale), write_k))
+    if call is None:
+        return
+    need_cpu("rope_kv_write", *tensors)
     n, q_heads, dim = q.shape
     kv_heads = k.shape[1]
     q_token, q_head, _ = q.stride()
@@ -342,4 +349,4 @@ def rope_kv_write(
     table = (cos_sin_cache.data_ptr(), cos_sin_cache.dtype is torch.float32, max_positions, rotary)
     places = (positions.data_ptr(), positions.dtype is torch.int64, *slot_args, *k_to, *v_to)
     nbytes = 2 * q.itemsize * dim * (q_heads + 2 * kv_heads)
-    run(kernel, (FORMAT[q.dtype],), n, nbytes, (*heads, *v_args, *table, *places, interleaved, write_k))
+    run(kernel, (FORMAT[q.dtype],), n, nbytes, (*heads, *v_args, *table, *places, interleaved, write_k), call=call)

@@ -86,7 +86,7 @@ def warmup(
             kernel.warm(*variant)
             count += 1
         if kernel.shared:
-            from hal.backends.cpu import _pool
+            from hal.backends.cpu import _again, _pool
 
-            for native in (_pool.team, _pool.serve, _pool.share):
+            for native in (_pool.team, _pool.serve, _pool.share, _again.again, _again.keep):
                 native()

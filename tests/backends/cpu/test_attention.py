@@ -100,9 +100,9 @@ def test_slots_in_a_row_of_one_request_that_threads_share(
         pytest.skip("this CPU has no AMX for bf16")
     split: list[int] = []
 
-    def noted(kernel: Any, variant: Any, items: int, *args: Any) -> None:
+    def noted(kernel: Any, variant: Any, items: int, *args: Any, call: Any) -> None:
         split.append(items)
-        _pool.run(kernel, variant, items, *args)
+        _pool.run(kernel, variant, items, *args, call=call)
 
     kernel = _online.tile_kernel if tiles else _online.kernel
     monkeypatch.setattr(_online, "kernel_for", lambda *_: kernel)
