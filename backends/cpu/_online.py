@@ -40,17 +40,27 @@ GROUP = 16
 COST = 4
 """A byte of the cache costs as much as so many that are copied: calls are shared by threads accordingly."""
 SHARE = _pool.SHARE // COST
+FEWEST = 64
+"""Keys whose reading takes as long as what a token costs beside them."""
 TURNS = 2
 """Turns of each thread at least, where keys of few requests are split."""
 NO_COUNTS, NO_ROOM = array("q"), array("f")
 NO_INDEX = index(None)
-MOST = {torch.float32: 1 << 12, torch.bfloat16: 1 << 9, torch.float16: 1 << 9}
-"""Queries times keys of a request up to which one at a time is faster. A single query always is."""
+THIN = 16
+"""Rows, tokens times query heads of a group, that are few for a matrix product."""
+MOST = {torch.float32: (1 << 13, 1 << 13), torch.bfloat16: (1 << 12, 1 << 9), torch.float16: (1 << 10, 1 << 10)}
+"""Tokens times keys of a request up to which a token at a time is faster: of few rows by `THIN`, of more."""
 
 
 @inline
 def clamped(p, wide, i, top):  # type: ignore[no-untyped-def]
     return min(max(get(p, wide, i), 0), top)
+
+
+@inline
+def by_blocks(tokens, keys, group, thin, thick):  # type: ignore[no-untyped-def]
+    """Whether `_blocks` is faster, by what `MOST` has for a dtype. A single token never is."""
+    return tokens > 1 and tokens * keys > (thin if tokens * group <= THIN else thick)
 
 
 @inline
@@ -64,7 +74,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     q, q_token, q_head, group, kv_heads, dim, v_dim, rows,
     k_cache, k_page, k_row, k_head, v_cache, v_page, v_row, v_head, num_slots, page, page_bits,
     indptr, indptr_64, indices, indices_64, nnz, with_qo, qo, qo_64, out, out_token, out_head, lse, lse_token,
-    scale, window, causal, most, far, pieces, partial, arrived,
+    scale, window, causal, thin, thick, far, pieces, partial, arrived,
 ):  # fmt: skip
     parts = (group + 3) // 4
     # By parts of four heads: their logits, what they multiply, their queries, the output so far and before it each
@@ -101,14 +111,15 @@ def _kernel(  # type: ignore[no-untyped-def]
             t_first, t_last = i, i + 1
             if with_qo:
                 t_first, t_last = clamped(qo, qo_64, i, rows), clamped(qo, qo_64, i + 1, rows)
-                if t_last - t_first > 1 and (t_last - t_first) * (last - first) > most:
+                if by_blocks(t_last - t_first, last - first, group, thin, thick):
                     continue
-            for t in range(t_first, t_last):
+            # A piece of an item is some of its keys, or of its tokens where there may be several.
+            for t in range(t_first + (piece if with_qo else 0), t_last, pieces if with_qo else 1):
                 own = last - (t_last - t)
                 low = max(first, own - window) if window >= 0 else first
                 high = own + 1 if causal else last
-                low, high, count = split(low, high, pieces, piece)
-                if piece >= count:
+                low, high, count = split(low, high, 1 if with_qo else pieces, piece)
+                if piece >= count and not with_qo:
                     continue
                 for part in range(parts):
                     heads = min(4, group - 4 * part)
@@ -259,7 +270,7 @@ VARIANT = {dtype: (FORMAT[dtype],) for dtype in MOST}
 TILES = False  # as `with_tiles` has it
 _TYPES = (
     "i64 int int  *x int int int int int int int  *x int int int *x int int int int int int "
-    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int bool int u8 i64"
+    "u8 bool u8 bool int bool u8 bool *x int int u8 int  float int bool int int bool int u8 i64"
 )
 kernel, tile_kernel, kernel_for = with_tiles(_kernel, _TYPES)
 
@@ -331,13 +342,14 @@ def attend(
     bs, (nnz,) = kv_indptr.shape[0] - 1, kv_indices.shape
     q_strides, out_strides = q.stride(), out.stride()
     group, items = heads // max(1, kv_heads), bs * kv_heads
-    work = about.py_func(nnz) * (dim + v_dim) * dtype.itemsize  # so that who does what seldom changes as requests grow
+    # So that who does what seldom changes as requests grow.
+    work = cached = about.py_func(nnz) * (dim + v_dim) * dtype.itemsize
     pieces, room, counts = 1, NO_ROOM, NO_COUNTS
     if rows > bs:
-        work *= -(-rows // max(1, bs))
-    elif qo_indptr is None and work * kv_heads > SHARE:
+        work = max(work, FEWEST * bs * (dim + v_dim) * dtype.itemsize) * -(-rows // max(1, bs))
+    if work * kv_heads > SHARE and (rows > bs or qo_indptr is None):
         pieces = split_calls(items, torch.get_num_threads())
-    if pieces > 1:  # how many pieces of an item are done, and what they have found
+    if pieces > 1 and qo_indptr is None:  # how many pieces of an item are done, and what they have found
         counts, room = array("q", bytes(8 * items)), array("f", bytes(4 * items * pieces * group * (v_dim + 2)))
         if call is not None:
             call = call._replace(room=(len(room), items, room.buffer_info()[0], counts.buffer_info()[0]))
@@ -352,8 +364,8 @@ def attend(
             kv_indices.dtype is torch.int64, nnz, qo_indptr is not None,
             *(NO_INDEX if qo_indptr is None else index(qo_indptr)),
             out.data_ptr(), out_strides[0], out_strides[1], 0 if lse is None else lse.data_ptr(),
-            0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, MOST[dtype],
-            work * kv_heads > (NEAR_TILES if chosen is tile_kernel else NEAR),
+            0 if lse is None else heads, scale * LOG2E, min(sliding_window, 1 << 40), causal, *MOST[dtype],
+            cached * kv_heads > (NEAR_TILES if chosen is tile_kernel else NEAR),
             pieces, room.buffer_info()[0], counts.buffer_info()[0],
         ),
         call=call,

@@ -61,7 +61,8 @@ def extend_attention(
         if stop > begin
     ]
     if _online.fits(q, k_cache, v_cache, logit_cap):
-        many = [s for s in spans if s[1] - s[0] > 1 and (s[1] - s[0]) * s[3] > _online.MOST[q.dtype]]
+        group, limits = heads // k_cache.shape[-2], _online.MOST[q.dtype]
+        many = [s for s in spans if _online.by_blocks.py_func(s[1] - s[0], s[3], group, *limits)]
         if len(many) not in (0, len(spans)):
             call = None  # two kernels make it
         if len(many) < len(spans):

@@ -46,7 +46,7 @@ def test_requests_of_either_kind_in_one_batch(dtype: str, most: int, monkeypatch
         by_blocks(spans, *args)
 
     monkeypatch.setattr(_blocks, "attend", noted)
-    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, most))
+    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, (most, most)))
     some = {"bs": 6, "longest": 30, "prefix": 20, "dtype": dtype, "spare": 3, "lse": False, "seed": 3}
     judge("extend_attention", **some)
     assert (len(found) > 0) == (most < 10**9)
@@ -66,7 +66,7 @@ def test_with_the_matrix_unit_and_without(op: str, tiles: bool, monkeypatch: pyt
     for module in (_online, _blocks):
         kernel = module.tile_kernel if tiles else module.kernel
         monkeypatch.setattr(module, "kernel_for", lambda *_, kernel=kernel: kernel)
-    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, 0))
+    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, (0, 0)))
     some: dict[str, Any] = {"bs": 2, "q_heads": 9, "kv_heads": 3, "dtype": "bf16", "slots": 800, "values": "skip"}
     more = {"longest": 330} if op == "decode_attention" else {"longest": 40, "prefix": 290}
     judge(op, **some, **more, lengths="full")
