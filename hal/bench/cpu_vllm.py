@@ -18,8 +18,9 @@ from hal.bench.timing import measure
 BLOCK = 32
 """Tokens of a block: vLLM's kernels take multiples of it."""
 DECODE = [(bs, 1, context) for bs in (1, 4, 16) for context in (128, 1024, 4096)]
+VERIFY = [(bs, 4, context) for bs in (1, 4, 16) for context in (128, 1024, 4096)]
 PREFILL = [(1, new, new) for new in (128, 512, 2048)]
-"""(requests, new tokens of each, tokens of each)."""
+"""(requests, new tokens of each, tokens of each): decode, drafts of three tokens that are verified, prompts."""
 NEAR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """How far outputs may be apart, of the largest: vLLM rounds more often than hal's contract lets a backend."""
 
@@ -29,7 +30,7 @@ def vllm_attention(quick: bool = False) -> list[Row]:
     rows = []
     for model in list(SHAPES)[-1:] if quick else SHAPES:
         for dtype in list(NEAR)[:1] if quick else NEAR:
-            for bs, new, tokens in DECODE[:1] + PREFILL[:1] if quick else DECODE + PREFILL:
+            for bs, new, tokens in DECODE[:1] + PREFILL[:1] if quick else DECODE + VERIFY + PREFILL:
                 calls = _calls(SHAPES[model], dtype, bs, new, tokens)
                 ours, theirs = (call().float() for call in calls.values())
                 apart = float((ours - theirs).abs().max() / ours.abs().max())

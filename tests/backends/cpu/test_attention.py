@@ -143,3 +143,28 @@ def test_logits_that_rise_along_the_keys(
         rows = a["k_cache"].view(-1, *a["k_cache"].shape[-2:])
         rows[slots] *= torch.linspace(0.1, 8.0, len(slots), dtype=rows.dtype, device="cpu").view(-1, 1, 1)
     execute(spec, a, DirectTarget.of(spec.name, ours(spec.name)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_tokens_of_one_request_that_threads_share(tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of several tokens, of one and of none, with one head for two threads: a head's tokens come in pieces."""
+    monkeypatch.setattr(_online, "SHARE", 0)
+    for bytes_ in ("SHARE", "WAKE", "GRAIN"):
+        monkeypatch.setattr(_pool, bytes_, 64)
+    shared: list[int] = []
+
+    def noted(kernel: Any, variant: Any, items: int, *args: Any, call: Any) -> None:
+        shared.append(items)
+        _pool.run(kernel, variant, items, *args, call=call)
+
+    monkeypatch.setattr(_online, "run", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for bs, lengths in ((1, "full"), (3, "random"), (2, "full")):
+            some = {"bs": bs, "longest": tokens, "prefix": 70, "lengths": lengths, "q_heads": 3, "kv_heads": 1}
+            judge("extend_attention", **some, dtype=dtype)
+    finally:
+        torch.set_num_threads(before)
+    assert max(shared) > 3  # more than there are heads of requests
