@@ -35,6 +35,9 @@ from hal.backends.cpu._vector import LANES
 
 NEAR, NEAR_TILES = 32 << 20, 6 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
+TOGETHER, REREAD = 8, 1 << 16
+"""Tokens of a request that read a block of keys one after the other, while it is near; elements of its keys and values
+up to which each token had better read all."""
 GROUP = 16
 """Query heads that share a key/value head; of more, torch makes a matrix product that is faster."""
 COST = 4
@@ -48,7 +51,7 @@ NO_COUNTS, NO_ROOM = array("q"), array("f")
 NO_INDEX = index(None)
 THIN = 16
 """Rows, tokens times query heads of a group, that are few for a matrix product."""
-MOST = {torch.float32: (1 << 13, 1 << 13), torch.bfloat16: (1 << 12, 1 << 9), torch.float16: (1 << 10, 1 << 10)}
+MOST = {torch.float32: (1 << 16, 1 << 13), torch.bfloat16: (1 << 16, 1 << 9), torch.float16: (1 << 10, 1 << 10)}
 """Tokens times keys of a request up to which a token at a time is faster: of few rows by `THIN`, of more."""
 
 
@@ -77,14 +80,15 @@ def _kernel(  # type: ignore[no-untyped-def]
     scale, window, causal, thin, thick, far, pieces, partial, arrived,
 ):  # fmt: skip
     parts = (group + 3) // 4
-    # By parts of four heads: their logits, what they multiply, their queries, the output so far and before it each
-    # head's largest logit and sum of weights.
-    scratch = np.empty(max(4 * BLOCK, v_dim) + parts * (64 + 4 * dim + 4 * v_dim) + 32, np.float32)
+    most = parts * (TOGETHER if with_qo else 1)
+    # By parts of four heads of a token: logits, what they multiply, queries, the output so far and before it
+    # each head's largest logit and sum of weights.
+    scratch = np.empty(max(4 * BLOCK, v_dim) + most * (64 + 4 * dim + 4 * v_dim) + 32, np.float32)
     saved = view(aligned(scratch.ctypes.data), "fp32")
     logits = shift(saved, 16)
     state = shift(logits, max(4 * BLOCK, v_dim))
-    query = shift(state, parts * 48)
-    acc = shift(query, parts * (16 + 4 * dim))
+    query = shift(state, most * 48)
+    acc = shift(query, most * (16 + 4 * dim))
     ends = shift(acc, -2 * group)
     listed = np.empty(4 * BLOCK, np.int64)
     here = view(listed.ctypes.data, "i64")
@@ -114,150 +118,155 @@ def _kernel(  # type: ignore[no-untyped-def]
                 if by_blocks(t_last - t_first, last - first, group, thin, thick):
                     continue
             # A piece of an item is some of its keys, or of its tokens where there may be several.
-            for t in range(t_first + (piece if with_qo else 0), t_last, pieces if with_qo else 1):
-                own = last - (t_last - t)
-                low = max(first, own - window) if window >= 0 else first
+            if with_qo:
+                each = (t_last - t_first + pieces - 1) // pieces
+                t_first, t_stop = min(t_first + piece * each, t_last), min(t_first + (piece + 1) * each, t_last)
+            else:
+                t_stop = t_last
+            keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
+            together = TOGETHER if (last - first) * (dim + v_dim) > REREAD else 1
+            for t0 in range(t_first, t_stop, together):
+                tokens = min(together, t_stop - t0)
+                # Keys that all of these tokens see; before them and behind, some see a few.
+                own = last - (t_last - t0)
+                low = max(first, own + tokens - 1 - window) if window >= 0 else first
                 high = own + 1 if causal else last
-                low, high, count = split(low, high, 1 if with_qo else pieces, piece)
-                if piece >= count and not with_qo:
-                    continue
-                for part in range(parts):
-                    heads = min(4, group - 4 * part)
-                    x = shift(q, t * q_token + (h * group + 4 * part) * q_head)
-                    if TILES:
-                        pack_queries(cast(shift(query, part * 4 * dim), "bf16"), x, q_head, heads, dim)
-                    else:
-                        for g in range(heads):
-                            for d in range(dim):
-                                store(query, (part * 4 + g) * dim + d, load(x, g * q_head + d))
-                    for g in range(LANES):
-                        store(state, part * 48 + g, np.float32(-np.inf))
-                        store(state, part * 48 + LANES + g, np.float32(0.0))
-                keys_, values_ = shift(k_cache, h * k_head), shift(v_cache, h * v_head)
-                if TILES:
-                    j, m = list_tiles(
-                        low, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
-                        values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
-                    )  # fmt: skip
-                else:
-                    j, m = list_rows(
-                        low,
-                        high,
-                        indices,
-                        indices_64,
-                        num_slots,
-                        page,
-                        page_bits,
-                        k_page,
-                        k_row,
-                        v_page,
-                        v_row,
-                        here,
-                        shift(here, BLOCK),
-                    )
-                fresh = True
-                if not TILES or not m:
-                    for d in range(parts * 4 * v_dim):
-                        store(acc, d, np.float32(0.0))
-                while m:
-                    padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
-                    if not TILES:
-                        j, ahead = list_rows(
-                            j,
-                            high,
-                            indices,
-                            indices_64,
-                            num_slots,
-                            page,
-                            page_bits,
-                            k_page,
-                            k_row,
-                            v_page,
-                            v_row,
-                            there,
-                            shift(there, BLOCK),
-                        )
-                        if far:
-                            fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
+                if tokens > 1 and low >= high:
+                    low, high = last, last
+                middle, behind, count = low, high, 1
+                if not with_qo:
+                    low, high, count = split(low, high, pieces, piece)
+                    if piece >= count:
+                        continue
+                for k in range(tokens):
                     for part in range(parts):
-                        mine = shift(query, part * 4 * dim)
-                        tops = shift(state, part * 48)
-                        sums, keep = shift(tops, LANES), shift(tops, 2 * LANES)
-                        y = shift(acc, part * 4 * v_dim)
-                        heads = min(4, group - 4 * part)
-                        if TILES and v_dim <= STREAM_DIMS:
-                            stream(
-                                y, fresh, v_dim, cast(mine, "bf16"), dim, k_by, shift(k_by, SPREAD), v_by,
-                                shift(v_by, SPREAD), m, logits, p, tops, scale, far,
-                            )  # fmt: skip
-                        elif TILES:
-                            for c in range(0, padded, 32):
-                                tile_dots(
-                                    shift(logits, 4 * c),
-                                    cast(mine, "bf16"),
-                                    dim,
-                                    shift(k_by, c // LANES),
-                                    shift(k_by, SPREAD + c // LANES),
-                                )
-                            for c in range(4 * m, 4 * padded):
-                                store(logits, c, np.float32(np.inf) if scale < 0 else np.float32(-np.inf))
-                            by = scale if scale != 0 else np.float32(2.0**-120)  # as good as 0, and -inf stays -inf
-                            tile_weights(p, logits, padded, tops, sums, keep, by)
-                            if not fresh:
-                                rescale(y, v_dim, keep, 4)
-                            tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
-                        elif heads == 4:
-                            dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
-                            soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
-                            weigh(y, v_dim, values_, v_at, logits, m, keep, 4)
-                        elif heads == 3:
-                            dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 3)
-                            soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 3)
-                            weigh(y, v_dim, values_, v_at, logits, m, keep, 3)
-                        elif heads == 2:
-                            dots(logits, mine, dim, keys_, here, (m + 7) // 8 * 8, 2)
-                            soften(logits, 2 * m, (2 * m + 15) // 16 * 16, tops, sums, keep, scale, 2)
-                            weigh(y, v_dim, values_, v_at, logits, m, keep, 2)
+                        heads, w = min(4, group - 4 * part), k * parts + part
+                        x = shift(q, (t0 + k) * q_token + (h * group + 4 * part) * q_head)
+                        if TILES:
+                            pack_queries(cast(shift(query, w * 4 * dim), "bf16"), x, q_head, heads, dim)
                         else:
-                            dots(logits, mine, dim, keys_, here, (m + 15) // 16 * 16, 1)
-                            soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
-                            weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
-                    here, there, m, fresh = there, here, ahead, False
+                            for g in range(heads):
+                                for d in range(dim):
+                                    store(query, (w * 4 + g) * dim + d, load(x, g * q_head + d))
+                        for g in range(LANES):
+                            store(state, w * 48 + g, np.float32(-np.inf))
+                            store(state, w * 48 + LANES + g, np.float32(0.0))
+                fresh = True
+                for stretch in range(2 * tokens + 1 if tokens > 1 else 1):
+                    w_first, w_last = 0, tokens * parts
+                    if stretch:
+                        k = (stretch - 1) // 2
+                        w_first, w_last = k * parts, (k + 1) * parts
+                        low = max(first, own + k - window) if window >= 0 else first
+                        high = own + k + 1 if causal else last
+                        if stretch % 2:
+                            high = min(high, middle)
+                        else:
+                            low = max(low, behind)
+                        if low >= high:
+                            continue
                     if TILES:
                         j, m = list_tiles(
-                            j, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                            low, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
                             values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
                         )  # fmt: skip
-                for g in range(group):
-                    part, lanes = g // 4 * 48, 4 if TILES or group - g // 4 * 4 > 2 else group - g // 4 * 4
-                    total = np.float32(0.0)
-                    for lane in range(g % 4, LANES, lanes):
-                        total += load(state, part + LANES + lane)
-                    store(ends, g, load(state, part + g % 4))
-                    store(ends, group + g, total)
-                if count > 1:
-                    size = group * (v_dim + 2)
-                    all_ = shift(cast(partial, "fp32"), item // pieces * pieces * size)
-                    move(shift(all_, piece * size), ends, size)
-                    if take(shift(arrived, item // pieces), 1) < count - 1:
-                        continue
-                    join(ends, acc, group, v_dim, all_, count)
-                for g in range(group):
-                    y = shift(out, t * out_token + (h * group + g) * out_head)
-                    total = load(ends, group + g)
-                    by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
-                    x = shift(acc, g * v_dim)
-                    if TILES:
-                        merge_dims(y, x, v_dim, by)
                     else:
-                        for d in range(v_dim):
-                            store(y, d, load(x, d) * by)
-                    if lse_token:
-                        store(
-                            cast(lse, "fp32"),
-                            t * lse_token + h * group + g,
-                            logsum(total, load(ends, g)) if total != 0.0 else np.float32(-np.inf),
-                        )
+                        j, m = list_rows(
+                            low, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
+                            here, shift(here, BLOCK),
+                        )  # fmt: skip
+                    if fresh and (not TILES or not m):
+                        for d in range(tokens * parts * 4 * v_dim):
+                            store(acc, d, np.float32(0.0))
+                        fresh = TILES and m > 0
+                    while m:
+                        padded, v_at, ahead = (m + 31) // 32 * 32, shift(here, BLOCK), 0
+                        if not TILES:
+                            j, ahead = list_rows(
+                                j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
+                                there, shift(there, BLOCK),
+                            )  # fmt: skip
+                            if far:
+                                fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
+                        for w in range(w_first, w_last):
+                            mine = shift(query, w * 4 * dim)
+                            tops = shift(state, w * 48)
+                            sums, keep = shift(tops, LANES), shift(tops, 2 * LANES)
+                            y = shift(acc, w * 4 * v_dim)
+                            heads = min(4, group - 4 * (w % parts))
+                            if TILES and v_dim <= STREAM_DIMS:
+                                stream(
+                                    y, fresh, v_dim, cast(mine, "bf16"), dim, k_by, shift(k_by, SPREAD), v_by,
+                                    shift(v_by, SPREAD), m, logits, p, tops, scale, far and w == w_first,
+                                )  # fmt: skip
+                            elif TILES:
+                                for c in range(0, padded, 32):
+                                    tile_dots(
+                                        shift(logits, 4 * c), cast(mine, "bf16"), dim, shift(k_by, c // LANES),
+                                        shift(k_by, SPREAD + c // LANES),
+                                    )  # fmt: skip
+                                for c in range(4 * m, 4 * padded):
+                                    store(logits, c, np.float32(np.inf) if scale < 0 else np.float32(-np.inf))
+                                by = scale if scale != 0 else np.float32(2.0**-120)  # as good as 0, and -inf stays
+                                tile_weights(p, logits, padded, tops, sums, keep, by)
+                                if not fresh:
+                                    rescale(y, v_dim, keep, 4)
+                                tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
+                            elif heads == 4:
+                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
+                                soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 4)
+                            elif heads == 3:
+                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 3)
+                                soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 3)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 3)
+                            elif heads == 2:
+                                dots(logits, mine, dim, keys_, here, (m + 7) // 8 * 8, 2)
+                                soften(logits, 2 * m, (2 * m + 15) // 16 * 16, tops, sums, keep, scale, 2)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 2)
+                            else:
+                                dots(logits, mine, dim, keys_, here, (m + 15) // 16 * 16, 1)
+                                soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
+                        here, there, m, fresh = there, here, ahead, False
+                        if TILES:
+                            j, m = list_tiles(
+                                j, high, indices, indices_64, num_slots, page, page_bits, keys_, k_page, k_row, dim,
+                                values_, v_page, v_row, v_dim, here, keys, values, k_by, v_by,
+                            )  # fmt: skip
+                for k in range(tokens):
+                    t, mine = t0 + k, shift(acc, k * parts * 4 * v_dim)
+                    for g in range(group):
+                        part = (k * parts + g // 4) * 48
+                        lanes = 4 if TILES or group - g // 4 * 4 > 2 else group - g // 4 * 4
+                        total = np.float32(0.0)
+                        for lane in range(g % 4, LANES, lanes):
+                            total += load(state, part + LANES + lane)
+                        store(ends, g, load(state, part + g % 4))
+                        store(ends, group + g, total)
+                    if count > 1:
+                        size = group * (v_dim + 2)
+                        all_ = shift(cast(partial, "fp32"), item // pieces * pieces * size)
+                        move(shift(all_, piece * size), ends, size)
+                        if take(shift(arrived, item // pieces), 1) < count - 1:
+                            continue
+                        join(ends, acc, group, v_dim, all_, count)
+                    for g in range(group):
+                        y = shift(out, t * out_token + (h * group + g) * out_head)
+                        total = load(ends, group + g)
+                        by = np.float32(1.0) / total if total != 0.0 else np.float32(0.0)
+                        x = shift(mine, g * v_dim)
+                        if TILES:
+                            merge_dims(y, x, v_dim, by)
+                        else:
+                            for d in range(v_dim):
+                                store(y, d, load(x, d) * by)
+                        if lse_token:
+                            store(
+                                cast(lse, "fp32"),
+                                t * lse_token + h * group + g,
+                                logsum(total, load(ends, g)) if total != 0.0 else np.float32(-np.inf),
+                            )
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     scratch[0], listed[0] = 0.0, 0

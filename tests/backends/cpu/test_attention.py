@@ -168,3 +168,20 @@ def test_tokens_of_one_request_that_threads_share(tokens: int, dtype: str, monke
     finally:
         torch.set_num_threads(before)
     assert max(shared) > 3  # more than there are heads of requests
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [-1, 4, 500])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tokens_that_read_keys_together(dtype: str, window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than go together, over keys that all of them see, and such as only the first or only the last do."""
+    monkeypatch.setattr(_online, "MOST", dict.fromkeys(_online.MOST, (10**9, 10**9)))
+    spec = get_spec("extend_attention")
+    for q_heads, kv_heads, prefix in ((3, 1, 600), (12, 2, 550)):
+        a = spec.make(
+            bs=2, longest=11, lengths="full", prefix=prefix, slots=1500, dtype=dtype, q_heads=q_heads, kv_heads=kv_heads
+        )
+        assert 128 * (a["kv_indptr"][1] - a["kv_indptr"][0]) > _online.REREAD
+        a["kv_indices"][[3, 300, -2]] = -1
+        a |= {"causal": causal, "sliding_window": window}
+        execute(spec, a, DirectTarget.of(spec.name, ours(spec.name)))
