@@ -167,7 +167,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                             keep = soften_row(
                                 row, row, seen, full, begin_, end_, alive, shift(tops, i), shift(sums, i), scale
                             )
-                        if keep != np.float32(1.0):
+                        if keep != np.float32(1.0) and base > low:  # before, there is nothing
                             stretch(shift(acc, i * v_dim), v_dim, keep)
                     if TILES:
                         tile_sums(
