@@ -43,6 +43,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "fewer-keys": {"prefix": -5, "longest": 12, "bs": 5},
     "whole": {"bs": 140, "lengths": "full", "longest": 4, "prefix": 20},
     "edge": {"bs": 9, "values": "edge", "indptr_values": "edge", "longest": 5, "prefix": 40},
+    "e4m3": {"cache_dtype": "e4m3", "scales": "tensor", "longest": 6},
+    "e5m2-heads-128-absent": {"cache_dtype": "e5m2", "q_heads": 128, "prefix": 300, "longest": 2, "values": "skip"},
     "extreme": {"bs": 9, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6, "index": "i64"},
 }
 SPEC = get_spec("extend_attention")
