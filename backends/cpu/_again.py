@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sysconfig
 from array import array
 from collections.abc import Callable
 from functools import cache, partial
@@ -258,7 +259,9 @@ again, keep = (
 
 @cache
 def reader() -> int:
-    """Where torch has DLPack's ``dltensor_from_py_object_no_sync``; 0: this torch has none."""
+    """Where torch has DLPack's ``dltensor_from_py_object_no_sync``; 0: it has none, or calls could be read at once."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return 0
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     try:
