@@ -288,6 +288,8 @@ class Call(NamedTuple):
 
     def keep(self, kernel: Kernel, variant: tuple[str, ...], args: tuple[Any, ...], threads: int, team: int) -> None:
         """It was made by ``kernel(*variant)(*args)``, in so many threads of OpenMP's `team`."""
+        if not reader():
+            return
         caller, block = kernel.block(variant, args)
         table = self.table or _empty
         floats, counts, *rooms = self.room
@@ -299,7 +301,7 @@ class Call(NamedTuple):
         self.memo.keep(self.given, *told, *rooms, *pointers, *where)
 
 
-_empty = array("q", (0,))[:0]
+_empty = array("q")
 
 
 class Memo:
@@ -333,9 +335,8 @@ class Memo:
         return self._again(*args)
 
     def keep(self, given: tuple[Any, ...], *told: int) -> None:
-        if reader():
-            self.next = (self.next + 1) % ENTRIES
-            keep()(self.memory.buffer_info()[0] + 8 * ENTRY * self.next, reader(), *given, *told)
+        self.next = (self.next + 1) % ENTRIES
+        keep()(self.memory.buffer_info()[0] + 8 * ENTRY * self.next, reader(), *given, *told)
 
     def forget(self) -> None:
         for entry in range(0, ENTRIES * ENTRY, ENTRY):

@@ -186,11 +186,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                     for d in range(v_dim):
                         store(y, d, load(x, d) * by)
                 if lse_token:
-                    store(
-                        cast(lse, "fp32"),
-                        t * lse_token + g,
-                        logsum(total, load(tops, i)) if total != 0.0 else np.float32(-np.inf),
-                    )
+                    store(cast(lse, "fp32"), t * lse_token + g, logsum(total, load(tops, i)))
         begin = take(counter, grain) if grain else n
     # Their last use: numba frees an array right after that, whoever still holds its address.
     numbers[0], listed[0] = 0.0, 0

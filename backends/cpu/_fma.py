@@ -169,7 +169,9 @@ def rescale(typingctx: Any, acc: Any, dim: Any, keep: Any, heads: Any) -> Any:
 
 @inline
 def logsum(total, top):  # type: ignore[no-untyped-def]
-    """The logarithm of ``total * 2^top``."""
+    """The logarithm of ``total * 2^top``; -inf of nothing."""
+    if total == 0.0:
+        return np.float32(-np.inf)
     return np.float32(top * math.log(2) + math.log(total))
 
 

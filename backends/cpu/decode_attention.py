@@ -36,7 +36,6 @@ def decode_attention(
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
     if out is None:
-        need_cpu("decode_attention", q, v_cache)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
     tensors = q, k_cache, v_cache, kv_indptr, kv_indices, out, lse
     call = calls.start(tensors, (scale, sliding_window, logit_cap), grows=4)

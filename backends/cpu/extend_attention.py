@@ -40,7 +40,6 @@ def extend_attention(
     v_scale: float | Tensor | None = None,
 ) -> Tensor:
     if out is None:
-        need_cpu("extend_attention", q, v_cache)
         out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
     tensors = q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse
     call = calls.start(tensors, (scale, sliding_window, logit_cap, causal), PTRS)

@@ -222,7 +222,7 @@ def test_threads_of_python_that_call_at_once() -> None:
     assert same == [True] * 1200
 
 
-def test_a_kernel_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_memory_says_so() -> None:
     call, a = ours("decode_attention"), _decode()
     call(**a)
     failing = _pool.Kernel(_fails, "i64 int int", shared=True)
