@@ -31,20 +31,26 @@ def factor(scale, KIND: tl.constexpr):
 
 
 @triton.jit
+def within(x, size):
+    """x clamped to [0, size], as int32; `size` is below 2^31. What has 32 bits is compared in 32."""
+    if x.dtype.primitive_bitwidth == 32:
+        return tl.minimum(tl.maximum(x, 0), size.to(tl.int32))
+    else:
+        return tl.minimum(tl.maximum(x, 0), size).to(tl.int32)
+
+
+@triton.jit
 def entry(indptr, i, size):
-    """indptr[i] clamped to [0, size], as int32; `size` is below 2^31."""
-    x = tl.load(indptr + i).to(tl.int64)
-    return tl.minimum(tl.maximum(x, 0), size).to(tl.int32)
+    """indptr[i] clamped to [0, size], as int32."""
+    return within(tl.load(indptr + i), size)
 
 
 @triton.jit
 def lengths(indptr, i, mask, size):
     """How long each request is, int32; 0 where not `mask`."""
-    a = tl.load(indptr + i, mask, other=0).to(tl.int64)
-    b = tl.load(indptr + i + 1, mask, other=0).to(tl.int64)
-    a = tl.minimum(tl.maximum(a, 0), size)
-    b = tl.minimum(tl.maximum(b, 0), size)
-    return tl.maximum(b - a, 0).to(tl.int32)
+    a = within(tl.load(indptr + i, mask, other=0), size)
+    b = within(tl.load(indptr + i + 1, mask, other=0), size)
+    return tl.maximum(b - a, 0)
 
 
 @triton.jit
@@ -123,6 +129,12 @@ def without(factor, e):
     """`factor` over 2^(e - 127); finite where it was, times log 2 e too, so that 0 times it is 0."""
     x = factor * power(254 - e)
     return tl.where(tl.abs(factor) < float("inf"), tl.minimum(tl.maximum(x, -(2.0**127)), 2.0**127), x)
+
+
+@triton.jit
+def positive(factor):
+    """A factor of logits as one above 0, by which the greatest product is the greatest logit; 0 as good as."""
+    return tl.maximum(factor, 1e-30)
 
 
 @triton.jit

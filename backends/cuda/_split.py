@@ -16,42 +16,94 @@ from hal.backends.cuda._attention import LN2, entry, lengths
 
 
 @triton.jit
-def chunk_of(kv_indptr, each, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr):
-    """How many keys a part has at most: all keys divided by `programs`, so that parts <= programs + bs; up to twice
-    as many, if then there are no more parts than `programs`, which run at once: a second wave for a few of them costs a
-    whole one, and fewer that run at once hardly any time.
-    In 32 bits: a division in 64 is a call.
+def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr):
+    """(how many keys a part has at most, the request that part c is of, or bs, and the parts before that request's).
+
+    A part has all keys divided by `programs`, so that parts <= programs + bs; up to twice as many, if then there are no
+    more parts than `programs`, which run at once: a second wave for a few of them costs a whole one, and fewer that run
+    at once hardly any time. Who looks at all requests at once keeps their lengths, and asks for each width beside the
+    others: until this is known, a program has nothing to fetch.
     """
     BLOCK: tl.constexpr = each.shape[0]
-    total = tl.cast(0, tl.int64)
-    for b in range(0, bs, BLOCK):
-        i = b + each
-        n = keys(kv_indptr, i, i < bs, nnz)
-        if WINDOW:
-            n = tl.minimum(n, window + 1)
-        total += tl.sum(tl.maximum(n, 0).to(tl.int64))
-    fits = total < 2**31 - 1
-    most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
-    most = tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
-    some = bs < programs
-    if kv_indptr.dtype.element_ty == tl.float32:
-        some = bs > 1  # of tokens only those that lead a tile have parts
-    if (bs > 1) & some & (bs <= BLOCK):
-        parts = tl.sum(counts(kv_indptr, each, nnz, bs, most, window, WINDOW))
-        if parts > programs:
-            given = tl.minimum(most, 2**30 - 1)
-            most = at_once(most, given * 2, kv_indptr, each, nnz, bs, programs, window, WINDOW)
-            most = at_once(most, given + given // 2, kv_indptr, each, nnz, bs, programs, window, WINDOW)
-            most = at_once(most, given + given // 4, kv_indptr, each, nnz, bs, programs, window, WINDOW)
-            most = at_once(most, given + given // 8, kv_indptr, each, nnz, bs, programs, window, WINDOW)
-    return tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+    request = tl.cast(0, tl.int32)
+    before = tl.cast(0, tl.int32)
+    if bs <= BLOCK:
+        n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
+        most = even(total_of(n), programs, SHORTEST)
+        some = bs < programs
+        if kv_indptr.dtype.element_ty == tl.float32:
+            some = bs > 1  # of tokens only those that lead a tile have parts
+        if (bs > 1) & some:
+            most = wider(n, most, programs)
+        chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+        parts = counts(n, chunk)
+        stop = tl.cumsum(parts, 0)
+        mine = (stop <= c) & (each < bs)
+        request += tl.sum(mine.to(tl.int32))
+        before += tl.max(tl.where(mine, stop, 0))
+    else:
+        total = tl.cast(0, tl.int64)
+        for b in range(0, bs, BLOCK):
+            total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW))
+        chunk = tl.minimum(even(total, programs, SHORTEST), tl.maximum(nnz, 1)).to(tl.int32)
+        base = tl.cast(0, tl.int32)
+        for b in range(0, bs, BLOCK):
+            parts = counts(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
+            stop = base + tl.cumsum(parts, 0)
+            mine = (stop <= c) & (b + each < bs)
+            request += tl.sum(mine.to(tl.int32))
+            before += tl.sum(tl.where(mine, parts, 0))
+            base += tl.sum(parts)
+    return chunk, request, before
 
 
 @triton.jit
-def at_once(most, wider, kv_indptr, each, nnz, bs, programs, window, WINDOW: tl.constexpr):
-    """`wider`, if parts of so many keys run at once, else `most`. No loop: its barriers took registers aside."""
-    count = tl.sum(counts(kv_indptr, each, nnz, bs, wider, window, WINDOW))
-    return tl.where(count <= programs, wider, most)
+def seen(kv_indptr, i, nnz, bs, window, WINDOW: tl.constexpr):
+    """How many keys of each request are seen, int32; -1 for what has no part."""
+    n = tl.where(i < bs, keys(kv_indptr, i, i < bs, nnz), -1)
+    if WINDOW:
+        n = tl.minimum(n, window + 1)
+    return n
+
+
+@triton.jit
+def total_of(n):
+    """The sum of what is not below 0, int64, by two sums of 32 bits: one in 64 takes twice the steps for each half."""
+    n = tl.maximum(n, 0)
+    return (tl.sum(n >> 16).to(tl.int64) << 16) + tl.sum(n & 0xFFFF)
+
+
+@triton.jit
+def even(total, programs, SHORTEST: tl.constexpr):
+    """Keys of a part where `programs` share them evenly. In 32 bits: a division in 64 is a call."""
+    fits = total < 2**31 - 1
+    most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
+    return tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
+
+
+@triton.jit
+def wider(n, most, programs):
+    """The least of `most` and up to twice as many of which parts run at once; `most`, if of none."""
+    given = tl.minimum(most, 2**30 - 1)
+    w1, w2, w3, w4 = given + given // 8, given + given // 4, given + given // 2, given * 2
+    best = tl.where(tl.sum(counts(n, w4)) <= programs, w4, most)
+    best = tl.where(tl.sum(counts(n, w3)) <= programs, w3, best)
+    best = tl.where(tl.sum(counts(n, w2)) <= programs, w2, best)
+    best = tl.where(tl.sum(counts(n, w1)) <= programs, w1, best)
+    return tl.where(tl.sum(counts(n, most)) <= programs, most, best)
+
+
+@triton.jit
+def counts(n, chunk):
+    """The parts of n keys each, at most `chunk` a part: 1 for none, 0 where n is below 0.
+
+    The quotients are at most the programs, far below 2^18: so the estimate, which errs by 2^-21 and is made less by
+    2^-20, is theirs or one less. Division of integers is five times as many instructions.
+    """
+    last = tl.maximum(n - 1, 0)
+    parts = (last.to(tl.float32) * ((1.0 - 2.0**-20) / chunk.to(tl.float32))).to(tl.int32)
+    parts += (last - parts * chunk >= chunk).to(tl.int32)
+    return tl.where(n >= 0, parts + 1, 0)
 
 
 @triton.jit
@@ -74,39 +126,28 @@ def tile_of(kv_indptr, token, GROUP: tl.constexpr):
 def row_at(r, token, head, GROUP: tl.constexpr, TOKENS: tl.constexpr):
     """Where row r of a tile begins: a query head's, or that of a token and its query head."""
     if TOKENS > 1:
-        return r // GROUP * token + r % GROUP * head
+        which = token_of(r, GROUP, TOKENS)
+        return which * token + (r - which * GROUP) * head
     else:
         return r * head
 
 
 @triton.jit
-def counts(kv_indptr, i, nnz, bs, chunk, window, WINDOW: tl.constexpr):
-    n = keys(kv_indptr, i, i < bs, nnz)
-    if WINDOW:
-        n = tl.minimum(n, window + 1)
-    return tl.where((i < bs) & (n >= 0), tl.maximum(n - 1, 0) // chunk + 1, 0)
-
-
-@triton.jit
-def seek(kv_indptr, each, c, nnz, bs, chunk, window, WINDOW: tl.constexpr):
-    """(the request that part c is of, or bs, and the parts before that request's)."""
-    BLOCK: tl.constexpr = each.shape[0]
-    request = tl.cast(0, tl.int32)
-    before = tl.cast(0, tl.int32)
-    base = tl.cast(0, tl.int32)
-    for b in range(0, bs, BLOCK):
-        n = counts(kv_indptr, b + each, nnz, bs, chunk, window, WINDOW)
-        stop = base + tl.cumsum(n, 0)
-        mine = (stop <= c) & (b + each < bs)
-        request += tl.sum(mine.to(tl.int32))
-        before += tl.sum(tl.where(mine, n, 0))
-        base += tl.sum(n)
-    return request, before
+def token_of(r, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Which of a tile's tokens row r is of, ``r // GROUP``: what a quotient by no power of two needs is kept in
+    registers over the loop, which has none left."""
+    if GROUP & (GROUP - 1) == 0:
+        return r // GROUP
+    else:
+        token = r * 0
+        for t in tl.static_range(1, TOKENS):
+            token += (r >= t * GROUP).to(token.dtype)
+        return token
 
 
 @triton.jit
 def unsplit(kv_indptr, c, nnz, bs):
-    """`seek`, and how many keys a part has at most, where each request is one part: nothing is to be added up."""
+    """`find`, where each request is one part: nothing is to be added up."""
     request = tl.where(keys(kv_indptr, c, c < bs, nnz) < 0, bs, c)
     return tl.cast(tl.maximum(nnz, 1), tl.int32), request, c
 
@@ -124,7 +165,7 @@ def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexp
         seen = tl.minimum(length, window + 1)
         begin += length - seen
         length = seen
-    parts = tl.maximum(length - 1, 0) // chunk + 1
+    parts = counts(length, chunk)
     own = (tl.maximum(length - 1, 0) // parts + STEP) // STEP * STEP
     low = (c - before) * own
     return begin, parts, low, tl.minimum(low + own, length)

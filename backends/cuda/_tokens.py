@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda import decode_attention
-from hal.backends.cuda._attention import LN2
+from hal.backends.cuda._attention import LN2, within
 from hal.backends.cuda._device import next_power_of_2, pdl
 from hal.backends.cuda._split import merged, notes
 from hal.kv.view import page_size
@@ -39,7 +39,7 @@ AT_ONCE = 8192
 
 @triton.jit
 def _clamped(indptr, i, mask, size):
-    return tl.minimum(tl.maximum(tl.load(indptr + i, mask, other=0).to(tl.int64), 0), size).to(tl.int32)
+    return within(tl.load(indptr + i, mask, other=0), size)
 
 
 @triton.jit

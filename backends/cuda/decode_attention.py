@@ -19,7 +19,7 @@ from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import chunk_of, keys_of, merge, merged, note, notes, seek
+from hal.backends.cuda._split import find, keys_of, merge, merged, note, notes
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -119,11 +119,9 @@ def decode_attention_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, tl.arange(0, FEW), c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
-        chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, WINDOW)
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
         if TOGETHER == 0:

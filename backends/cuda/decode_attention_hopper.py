@@ -28,13 +28,14 @@ from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row
 from hal.triton import launch
 
-chunk_of = gluon.jit(_split.chunk_of.fn)
 factor = gluon.jit(_attention.factor.fn)
+find = gluon.jit(_split.find.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
+positive = gluon.jit(_attention.positive.fn)
 row_at = gluon.jit(_split.row_at.fn)
-seek = gluon.jit(_split.seek.fn)
 tile_of = gluon.jit(_split.tile_of.fn)
+token_of = gluon.jit(_split.token_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
 without = gluon.jit(_attention.without.fn)
 
@@ -152,7 +153,7 @@ def _softmax(s, top, there, edge, j, high, first, by, FP8: gl.constexpr, GROUP: 
         entries = j + gl.arange(0, KEYS, ENTRIES)
         seen = ((there.load(ENTRIES) != 0) & (entries < high))[None, :]
         if TOKENS > 1:
-            last = first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)) // GROUP
+            last = first + token_of(gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)), GROUP, TOKENS)
             seen = seen & (entries[None, :] < last[:, None])
         s = gl.where(seen, s, ABSENT)
     new = gl.maximum(top, gl.max(s, 1))
@@ -218,7 +219,7 @@ def _work(
         mbarrier.arrive(q_full)
     mbarrier.wait(q_full, 0)
     if FP8:
-        by = gl.maximum(without(by, exponents.load(ROW)), 1e-30) * LOG2E
+        by = positive(without(by, exponents.load(ROW))) * LOG2E
     else:
         fence_async_shared()
     phase = 0
@@ -311,11 +312,9 @@ def decode_attention_hopper_kernel(
     if programs == 1:
         chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
     elif bs <= FEW:
-        chunk = chunk_of(kv_indptr, few, nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, few, c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
-        chunk = chunk_of(kv_indptr, many, nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, many, c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
 
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -366,7 +365,7 @@ def decode_attention_hopper_kernel(
             sign = gl.where(by < 0, -1.0, 1.0)
             by = gl.abs(by)
         else:
-            by = gl.maximum(by, 1e-30) * LOG2E
+            by = positive(by) * LOG2E
         mbarrier.init(q_full, count=2 if FP8 else 128)
         mbarrier.init(done, count=2)
         for w in gl.static_range(2):

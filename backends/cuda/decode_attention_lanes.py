@@ -20,15 +20,14 @@ from hal.triton import launch
 
 exponent = gluon.jit(_attention.exponent.fn)
 factor = gluon.jit(_attention.factor.fn)
+find = gluon.jit(_split.find.fn)
 magnitude = gluon.jit(_attention.magnitude.fn)
 place = gluon.jit(_attention.place.fn)
 power = gluon.jit(_attention.power.fn)
 tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
-chunk_of = gluon.jit(_split.chunk_of.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
-seek = gluon.jit(_split.seek.fn)
 
 SHIFT = gl.constexpr(15)
 """Weights are up to 2^SHIFT, and what is above 2^-29 of the largest is as exact as fp16 can have it."""
@@ -166,11 +165,9 @@ def decode_attention_lanes_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     if bs <= FEW:
-        chunk = chunk_of(kv_indptr, few, nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, few, c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
-        chunk = chunk_of(kv_indptr, many, nnz, bs, programs, window, SHORTEST, WINDOW)
-        request, before = seek(kv_indptr, many, c, nnz, bs, chunk, window, WINDOW)
+        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
 
     KIND: gl.constexpr = k_cache.dtype.element_ty
     K_WIDE: gl.constexpr = 4

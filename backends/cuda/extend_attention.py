@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention, _tokens
-from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, settled, tanh, tile
+from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, positive, settled, tanh, tile
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages, page_size
@@ -156,7 +156,7 @@ def extend_attention_kernel(
     # Logits stay in the dot product's units up to the exponential, where one fused operation scales them. So that the
     # greatest is the greatest there too, a sign goes to the dot products; a scale of 0 is one too small to be seen.
     sign = tl.where(by < 0, -1.0, 1.0)
-    by = tl.maximum(tl.abs(by), 1e-30)
+    by = positive(tl.abs(by))
     if not CAP:
         by *= LOG2E
     k_base = k_cache + kv_head * kc_head

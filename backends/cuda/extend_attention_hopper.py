@@ -34,6 +34,7 @@ ABSENT = gl.constexpr(float("-inf"))
 entry = gluon.jit(_attention.entry.fn)
 factor = gluon.jit(_attention.factor.fn)
 lengths = gluon.jit(_attention.lengths.fn)
+positive = gluon.jit(_attention.positive.fn)
 tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 
@@ -172,7 +173,7 @@ def _multiply(
     if FP8:
         e = scaled(q, q_tiles[0].index(PART), PART, tile, q_row, q_head, sign, UNIT, HEADS)
         fence_async_shared()
-        by = gl.maximum(without(by, gl.convert_layout(e, gl.SliceLayout(1, LOGITS))), 1e-30)
+        by = positive(without(by, gl.convert_layout(e, gl.SliceLayout(1, LOGITS))))
         if not CAP:
             by = by * LOG2E
     else:
@@ -299,7 +300,7 @@ def extend_attention_hopper_kernel(
         sign = gl.where(by < 0, -1.0, 1.0)
         by = gl.abs(by)
     else:
-        by = gl.maximum(by, 1e-30)
+        by = positive(by)
         if not CAP:
             by *= LOG2E
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._attention import logits, step, tile
-from hal.backends.cuda._split import chunk_of, keys_of, note, seek
+from hal.backends.cuda._split import find, keys_of, note
 from hal.backends.cuda.decode_attention import leave
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
@@ -72,11 +72,9 @@ def decode_by_blocks_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk = chunk_of(kv_indptr, tl.arange(0, FEW), nnz, bs, programs, 0, SHORTEST, False)
-        request, before = seek(kv_indptr, tl.arange(0, FEW), c, nnz, bs, chunk, 0, False)
+        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, 0, SHORTEST, False)
     else:
-        chunk = chunk_of(kv_indptr, tl.arange(0, BLOCK), nnz, bs, programs, 0, SHORTEST, False)
-        request, before = seek(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, chunk, 0, False)
+        chunk, request, before = find(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, 0, SHORTEST, False)
     if request < bs:
         _, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, 0, N, False)
         if TOGETHER == 0:

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._split import chunk_of
+from hal.backends.cuda._split import find
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,7 +26,8 @@ LONG = {"bs": 3, "longest": 1500, "lengths": "full", "slots": 4800, "kv_heads": 
 
 @triton.jit
 def chunk_kernel(indptr, to, nnz, bs, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.store(to, chunk_of(indptr, tl.arange(0, BLOCK), nnz, bs, programs, 0, 128, False))
+    chunk, _, _ = find(indptr, tl.arange(0, BLOCK), 0, nnz, bs, programs, 0, 128, False)
+    tl.store(to, chunk)
 
 
 @pytest.fixture
