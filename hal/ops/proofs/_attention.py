@@ -154,6 +154,15 @@ def samples(bs: int, mla: Mapping[str, Any]) -> tuple[Sample, ...]:
             "e4m3-paged-pairs", {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "pairs"}, "feature:fp8_e4m3"
         ),
         Sample("e4m3-skip", {"cache_dtype": "e4m3", "values": "skip", "scales": "float"}, "feature:fp8_e4m3"),
+        *(
+            Sample(f"{c}-mla-{d}-scale-{s}", {**mla, "cache_dtype": c, "dtype": d, "scales": s}, f"feature:fp8_{c}")
+            for c, d, s in (("e4m3", "bf16", "tensor"), ("e5m2", "fp16", "float"))
+        ),
+        Sample(
+            "e4m3-mla-paged-skip",
+            {**mla, "cache_dtype": "e4m3", "cache": "paged", "page_size": 4, "values": "skip", "scales": "float"},
+            "feature:fp8_e4m3",
+        ),
     )
 
 
