@@ -15,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import decode_attention
-from hal.backends.cuda._attention import LN2, within
-from hal.backends.cuda._device import next_power_of_2, pdl
-from hal.backends.cuda._split import merged, notes
+from hal.backends.cuda import _merge, decode_attention
+from hal.backends.cuda._attention import within
+from hal.backends.cuda._device import pdl
 from hal.kv.view import page_size
 from hal.triton import launch
 from hal.triton.plans import MOST, Counters, Plan, Result, Scratch, Size, Step, length
@@ -31,10 +30,6 @@ MOST_SPLIT = 512
 """Up to so many tokens keys are split: more fill the device, and their parts would take memory."""
 ROWS = 64
 """Of a tile."""
-MERGERS = 1024
-"""Programs of the launch that merges, at most: about one wave."""
-AT_ONCE = 8192
-"""Elements of parts that one of them reads at once."""
 
 
 @triton.jit
@@ -90,49 +85,6 @@ def query_tokens_kernel(
     tl.store(parts + 2 * t, tl.zeros_like(t).to(tl.float32, bitcast=True), there)
 
 
-@triton.jit
-def _leader(tokens, t, mask, TOKENS: tl.constexpr):
-    """(who leads the tile of each token, how far behind it is)."""
-    behind = t * 0
-    if TOKENS > 1:
-        behind = tl.maximum(-tl.load(tokens + 4 * t + 2, mask, other=0.0).to(tl.int32, bitcast=True), 0)
-    return t - behind, behind
-
-
-@launch.jit(do_not_specialize=("tokens", "lse", "part_lse", "out_row", "out_head", "n", "programs"))
-def merge_tokens_kernel(
-    tokens, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, LSE: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merges the parts of those tokens that have more than one: a head of every so manieth token a program."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    LINES: tl.constexpr = HEADS * TOKENS
-    head = tl.program_id(0) % HEADS
-    apart = tl.num_programs(0) // HEADS
-    noted = notes(part_lse, n, programs, LINES)
-    for some in range(tl.program_id(0) // HEADS, n, 16 * apart):
-        # Mostly there is nothing to merge: seen by one look.
-        t = some + tl.arange(0, 16) * apart
-        leader, _ = _leader(tokens, t, t < n, TOKENS)
-        if tl.max(tl.load(noted + 2 * leader, t < n, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
-            for at in range(some, tl.minimum(some + 16 * apart, n), apart):
-                leads, behind = _leader(tokens, at, True, TOKENS)
-                parts = tl.load(noted + 2 * leads).to(tl.int32, bitcast=True)
-                if parts > 1:
-                    before = tl.load(noted + 2 * leads + 1).to(tl.int32, bitcast=True)
-                    line = behind * HEADS + head + tl.arange(0, 1)
-                    each, d = tl.arange(0, ROWS), tl.arange(0, DV_PAD)
-                    acc, sums = merged(part, part_lse, before, 1, parts, line, each, d, line >= 0, LINES, DV)
-                    row = tl.cast(at, tl.int64)
-                    to = out + row * out_row + head * out_head + d[None, None, :]
-                    tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
-                    if LSE:
-                        tl.store(lse + row * HEADS + head + tl.arange(0, 1)[:, None], sums * LN2)
-
-
 def taken(run: launch.Launch) -> bool:
     """Whether queries go as tokens where decode_attention would start this."""
     return run.kernel.name == "decode_attention_hopper_kernel"
@@ -145,7 +97,7 @@ def plan(
     """What a call over shared rows starts, or None where extend_attention's own kernels are for it."""
     if window:
         return None
-    run, _, blocks, programs, strides = decode_attention._plan(
+    run, blocks, programs, strides = decode_attention._plan(
         q, k_cache, v_cache, row, lse, False, cap, k_scale, v_scale, True, plain
     )
     if not taken(run):
@@ -174,11 +126,6 @@ def plan(
             *strides, length("k_cache", by=page_size(k_cache)), nnz, n, parts, 0, "scale", "logit_cap",
         )  # fmt: skip
         steps.append(Step(run, n.times(blocks) + (parts * blocks if parts > 1 else 0), args, (where,)))
-    wide = max(16, next_power_of_2(v_dim))
-    merge = merge_tokens_kernel.bind(
-        HEADS=heads, TOKENS=tokens, DV=v_dim, DV_PAD=wide, LSE=lse is not None, ROWS=max(1, min(16, AT_ONCE // wide)),
-        PDL=on, launch_pdl=on, num_warps=4,
-    )  # fmt: skip
-    left = (each, part, sums, to, "lse", *row, n, programs)
-    steps.append(Step(merge, n.at_most(max(1, MERGERS // heads)).times(heads), left, (some,)))
+    left = (part, sums, to, "lse", *row, n, programs)
+    steps += _merge.steps(run, v_dim, left, some, each)
     return Plan(tuple(steps), behind + n.times(6), returns)

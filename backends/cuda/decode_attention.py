@@ -5,7 +5,7 @@ The kernel's grid is fixed by the batch and the multiprocessors; each program fi
 request is its own, so neither a sync nor a recompile depends on lengths. All query heads that share a key/value head
 are one tile: a cached row is read once. A request in one part is written at once; the others leave normalised parts
 and their log-sum-exps. Whoever is last of a request's to be done merges them; where parts are wide, or registers are
-short, a second kernel does.
+short, a second kernel does (`_merge.py`).
 """
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
-from hal.backends.cuda import _attention
+from hal.backends.cuda import _attention, _merge
 from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import find, keys_of, merge, merged, note, notes
+from hal.backends.cuda._split import find, keys_of, merge, note
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -45,10 +45,6 @@ AT_ONCE = 16384
 """Elements of parts that who merges them reads at once: what registers are for."""
 TOGETHER = 32768
 """Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
-FEW_MERGED = 4
-"""Requests that may have so many parts each that more programs share them: fewer elements, more parts at once."""
-MERGERS = 1024
-"""Programs of the launch that merges, at most: about one wave, since mostly there is nothing to merge."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
@@ -188,41 +184,6 @@ def decode_attention_kernel(
         )  # fmt: skip
 
 
-@launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "bs", "programs"))
-def decode_merge_kernel(
-    part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, bs: tl.int32, programs: tl.int32,
-    Q_HEADS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
-    manieth request a program."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    LINES: tl.constexpr = Q_HEADS * ((DV + PIECE - 1) // PIECE)
-    line = tl.program_id(0) % LINES
-    head = line % Q_HEADS
-    d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
-    apart = tl.num_programs(0) // LINES
-    at = notes(part_lse, bs, programs, Q_HEADS)
-    for first in range(tl.program_id(0) // LINES, bs, 16 * apart):
-        # Mostly there is nothing to merge: seen by one load.
-        mine = first + tl.arange(0, 16) * apart
-        if tl.max(tl.load(at + 2 * mine.to(tl.int64), mine < bs, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
-            for request in range(first, tl.minimum(first + 16 * apart, bs), apart):
-                row = tl.cast(request, tl.int64)
-                parts = tl.load(at + 2 * row).to(tl.int32, bitcast=True)
-                if parts > 1:
-                    before = tl.load(at + 2 * row + 1).to(tl.int32, bitcast=True)
-                    lead = head + tl.arange(0, 1)
-                    each = tl.arange(0, ROWS)
-                    acc, sums = merged(part, part_lse, before, 1, parts, lead, each, d, lead >= 0, Q_HEADS, DV)
-                    to = out + row * out_row + head * out_head + d[None, None, :]
-                    tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
-                    if LSE:
-                        tl.store(lse + row * Q_HEADS + lead[:, None], sums * LN2, line < Q_HEADS)
-
-
 def tiles(
     group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int, fp8: bool = False
 ) -> tuple[int, int, int, int]:
@@ -240,7 +201,7 @@ def tiles(
 def _plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, row: tuple[int, int], lse: Tensor | None, window: bool, cap: bool,
     k_scale: object, v_scale: object, shared: bool, plain: bool,
-) -> tuple[launch.Launch, list[tuple[launch.Launch, int, int, int]], int, int, tuple[int, ...]]:  # fmt: skip
+) -> tuple[launch.Launch, int, int, tuple[int, ...]]:  # fmt: skip
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group, device = q_heads // kv_heads, q.get_device()
     on = pdl(device)
@@ -293,17 +254,8 @@ def _plan(
             HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep,
             ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once,
         )  # fmt: skip
-    merges = []
-    if not once:
-        few = min(pad, max(64, 4 * next_power_of_2(q_heads))) if v_dim == 512 else pad
-        for piece, rows, low, high in (
-            (few, 16 if few == pad else AT_ONCE // 4 // few, -1, FEW_MERGED),
-            (pad, min(16, AT_ONCE // 4 // pad), FEW_MERGED, 2**31),
-        ):
-            merge = decode_merge_kernel.bind(Q_HEADS=q_heads, DV=v_dim, PIECE=piece, ROWS=rows, num_warps=4, **common)
-            merges.append((merge, q_heads * -(-v_dim // piece), low, high))
     sms = multiprocessors(device) if device >= 0 else 16
-    return run, merges, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
+    return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
@@ -349,7 +301,7 @@ def _plans(
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
     window = max(0, min(sliding_window, 2**31 - 2))
-    run, merges, blocks, programs, strides = _plan(
+    run, blocks, programs, strides = _plan(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     lines = length("q", times=q_heads) + programs * q_heads
@@ -366,10 +318,8 @@ def _plans(
         some = (("kv_indices", least, longest),)
         steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
     # With one program a kernel notes no parts, since no request has more than one.
-    for second, lines_each, low, high in merges if programs > 1 else ():
-        args = (part, sums, to, "lse", *row, length("q"), programs)
-        grid = length("q").at_most(max(FEW_MERGED, MERGERS // lines_each)).times(lines_each)
-        steps.append(Step(second, grid, args, (*some, ("q", low, high))))
+    if programs > 1 and not run.static.get("TOGETHER"):
+        steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, length("q"), programs), some[0])
     return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 

@@ -132,9 +132,9 @@ def test_latent_rows_are_right(form: dict[str, Any] | str) -> None:
 def test_taken_on_hopper_alone() -> None:
     for form, name in (*((f, "lanes") for f in FORMS), *((MLA | f, "hopper") for f in LATENT[1:4])):
         args = made(**form)
-        assert kernels(args) == [f"decode_attention_{name}_kernel", "decode_merge_kernel"]
+        assert kernels(args) == [f"decode_attention_{name}_kernel", "merge_kernel"]
         for arch in (80, 100):
-            assert kernels(args, arch) == ["decode_attention_kernel", "decode_merge_kernel"]
+            assert kernels(args, arch) == ["decode_attention_kernel", "merge_kernel"]
 
 
 def test_latent_rows_of_no_whole_16_bytes_go_to_triton() -> None:

@@ -58,9 +58,9 @@ def test_right(form: dict[str, Any]) -> None:
 
 def test_taken_on_hopper_alone() -> None:
     args = made()
-    assert kernels(args) == ["decode_attention_hopper_kernel", "decode_merge_kernel"]
+    assert kernels(args) == ["decode_attention_hopper_kernel", "merge_kernel"]
     for arch in (80, 100):
-        assert kernels(args, arch) == ["decode_attention_kernel", "decode_merge_kernel"]
+        assert kernels(args, arch) == ["decode_attention_kernel", "merge_kernel"]
 
 
 @pytest.mark.parametrize(

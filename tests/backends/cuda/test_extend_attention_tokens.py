@@ -115,7 +115,7 @@ def test_right_with_each_token_a_request(form: str, monkeypatch: pytest.MonkeyPa
     execute(SPEC, args, DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cpu"))
     for plan in extend_attention._plans.values():
         names = [step.run.kernel.name for step in plan.steps]
-        assert names == ["query_tokens_kernel", *2 * ["decode_attention_kernel"], "merge_tokens_kernel"]
+        assert names == ["query_tokens_kernel", *2 * ["decode_attention_kernel"], "merge_kernel"]
     extend_attention._plans.clear()
 
 
@@ -140,7 +140,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
 
 def test_taken_on_hopper_alone() -> None:
     args = made()
-    assert kernels(args) == {"query_tokens_kernel", "decode_attention_hopper_kernel", "merge_tokens_kernel"}
+    assert kernels(args) == {"query_tokens_kernel", "decode_attention_hopper_kernel", "merge_kernel"}
     assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
     for change in ({"sliding_window": 5}, {"logit_cap": 3.0}, {"dtype": "fp32"}):
         assert kernels(made(**change)) == {"extend_attention_kernel"}

@@ -51,7 +51,7 @@ def test_decode_attention_s_tile_on_hopper(change: dict[str, Any], deep: bool) -
             inspect.launcher("decode_attention")(**ops.get_spec("decode_attention").make(**{**HEADS, **change}))
         names = [bound.kernel.name for bound, _ in calls]
         assert (calls[0][0].static["STAGES"] == 4) == (deep and arch == 90)
-        assert ("decode_merge_kernel" not in names) == (deep and arch == 90)
+        assert ("merge_kernel" not in names) == (deep and arch == 90)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -1,0 +1,96 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, attr-defined"
+"""The launch that merges the parts which decode_attention's kernels leave of requests, or of query tokens.
+
+Of a tile of query tokens (`_tokens.py`) who leads it is noted, and a line of a part is a token's and its query head's.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal.backends.cuda._attention import LN2
+from hal.backends.cuda._device import next_power_of_2
+from hal.backends.cuda._split import merged, notes
+from hal.triton import launch
+from hal.triton.plans import Step, length
+
+MERGERS = 1024
+"""Programs, at most: about one wave, since mostly there is nothing to merge."""
+AT_ONCE = 4096
+"""Elements of parts that a program reads at once: what registers are for."""
+FEW_MERGED = 4
+"""Requests that may have so many parts each that more programs share them: fewer elements, more parts at once."""
+
+
+@triton.jit
+def _leader(tokens, t, mask, TOKENS: tl.constexpr):
+    """(who leads the tile of each token, how far behind it is)."""
+    if TOKENS > 1:
+        behind = tl.maximum(-tl.load(tokens + 4 * t + 2, mask, other=0.0).to(tl.int32, bitcast=True), 0)
+        return t - behind, behind
+    else:
+        return t, 0
+
+
+@launch.jit(do_not_specialize=("tokens", "part_lse", "lse", "out_row", "out_head", "n", "programs"))
+def merge_kernel(
+    tokens, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
+    Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
+    manieth request a program. Of query tokens in tiles of up to TOKENS, of each token; else `tokens` is not read."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    LINES: tl.constexpr = Q_HEADS * ((DV + PIECE - 1) // PIECE)
+    line = tl.program_id(0) % LINES
+    head = line % Q_HEADS
+    d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
+    apart = tl.num_programs(0) // LINES
+    at = notes(part_lse, n, programs, Q_HEADS * TOKENS)
+    for first in range(tl.program_id(0) // LINES, n, 16 * apart):
+        # Mostly there is nothing to merge: seen by one look.
+        mine = first + tl.arange(0, 16) * apart
+        leaders, _ = _leader(tokens, mine, mine < n, TOKENS)
+        if tl.max(tl.load(at + 2 * leaders.to(tl.int64), mine < n, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
+            for request in range(first, tl.minimum(first + 16 * apart, n), apart):
+                row = tl.cast(request, tl.int64)
+                leader, behind = _leader(tokens, row, True, TOKENS)
+                parts = tl.load(at + 2 * leader).to(tl.int32, bitcast=True)
+                if parts > 1:
+                    before = tl.load(at + 2 * leader + 1).to(tl.int32, bitcast=True)
+                    own = head + tl.arange(0, 1)
+                    each = tl.arange(0, ROWS)
+                    acc, sums = merged(
+                        part, part_lse, before, 1, parts, behind * Q_HEADS + own, each, d, own >= 0, Q_HEADS * TOKENS,
+                        DV,
+                    )  # fmt: skip
+                    to = out + row * out_row + head * out_head + d[None, None, :]
+                    tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
+                    if LSE:
+                        tl.store(lse + row * Q_HEADS + own[:, None], sums * LN2, line < Q_HEADS)
+
+
+def steps(
+    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[str, int, int], tokens: object = None
+) -> Iterator[Step]:
+    """What merges the parts that `run` leaves: of requests in a form for few and one for more, of tokens in one."""
+    heads, grouped = run.static["Q_HEADS"], run.static.get("TOKENS", 1)
+    pad = max(16, next_power_of_2(v_dim))
+    few = min(pad, max(64, 4 * next_power_of_2(heads))) if v_dim == 512 else pad
+    forms = (
+        (few, 16 if few == pad else AT_ONCE // few, -1, FEW_MERGED),
+        (pad, min(16, AT_ONCE // pad), FEW_MERGED, 2**31),
+    )
+    for piece, rows, low, high in forms if tokens is None else ((pad, 16, -1, 2**31),):
+        merge = merge_kernel.bind(
+            Q_HEADS=heads, TOKENS=grouped, DV=v_dim, PIECE=piece, ROWS=rows, num_warps=4,
+            **{name: run.static[name] for name in ("LSE", "PDL", "launch_pdl")},
+        )  # fmt: skip
+        lines = heads * -(-v_dim // piece)
+        grid = length("q").at_most(max(FEW_MERGED, MERGERS // lines)).times(lines)
+        yield Step(merge, grid, (tokens if grouped > 1 else None, *args), (some, ("q", low, high)))

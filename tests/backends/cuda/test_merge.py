@@ -1,0 +1,70 @@
+"""Parts of query tokens, merged by tile, beside a merge by torch. Under TRITON_INTERPRET=1.
+
+The kernel that leaves such parts runs on Hopper alone, so they are made up here.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from hal.backends.cuda._merge import merge_kernel
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1"
+)
+HEADS, PROGRAMS = 3, 23
+TILES = ((1, 0), (4, 5), (2, 1), (3, 9), (1, 2), (4, 4), (2, 0), (3, 1), (1, 3))
+"""(tokens, parts): of no part where the tokens are no request's, of one where the kernel before has written them."""
+
+
+def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``[parts, heads, DV]`` and ``[parts, heads]``, log-sum-exps of base 2."""
+    weights = torch.exp2(sums - sums.amax(0).clamp(min=-1e30))
+    total = weights.sum(0)
+    out = (part * weights[..., None]).sum(0) / total.clamp(min=1e-30)[..., None]
+    return out, torch.logsumexp(sums * math.log(2), 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dv", "piece", "apart"), [(4, 16, 16, 1), (3, 40, 64, 2), (4, 40, 16, 30), (1, 40, 16, 1)], ids=str
+)
+def test_right(tokens: int, dv: int, piece: int, apart: int) -> None:
+    """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several."""
+    rng = torch.Generator().manual_seed(tokens)
+    tiles = [(min(rows, tokens), parts) for rows, parts in TILES]
+    n, lines = sum(rows for rows, _ in tiles), HEADS * tokens
+    # What no part has is NaN, so that it shows where it is read.
+    part = torch.full((n + PROGRAMS, tokens, HEADS, dv), torch.nan)
+    scratch = torch.full(((n + PROGRAMS) * lines + 2 * n,), torch.nan)
+    sums = scratch[: (n + PROGRAMS) * lines].view(n + PROGRAMS, tokens, HEADS)
+    notes = scratch[(n + PROGRAMS) * lines :].view(torch.int32).view(n, 2)
+    found = torch.full((n, 4), -7, dtype=torch.int32)
+    out, lse = torch.full((n, HEADS, dv), torch.nan), torch.full((n, HEADS), torch.nan)
+    want, want_lse = out.clone(), lse.clone()
+    before = t = 0
+    for rows, parts in tiles:
+        notes[t : t + rows, 0] = 0
+        notes[t] = torch.tensor([parts, before])
+        found[t : t + rows, 2] = torch.tensor([rows, *range(-1, -rows, -1)])
+        some = slice(before, before + parts)
+        part[some, :rows] = torch.randn(parts, rows, HEADS, dv, generator=rng)
+        sums[some, :rows] = 20 * torch.randn(parts, rows, HEADS, generator=rng)
+        sums[some, :rows][1::3] = -torch.inf
+        sums[some, rows - 1, 0] = -torch.inf
+        if parts > 1:
+            for row in range(rows):
+                want[t + row], want_lse[t + row] = expected(part[some, row], sums[some, row])
+        before, t = before + parts, t + rows
+    assert before <= n + PROGRAMS
+    run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, PIECE=piece, LSE=True, ROWS=4, PDL=False)
+    given = None if tokens == 1 else found.view(torch.float32)
+    grid = (apart * HEADS * -(-dv // piece), 1, 1)
+    run.start(grid, given, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
+    torch.testing.assert_close(out, want, equal_nan=True)
+    torch.testing.assert_close(lse, want_lse, equal_nan=True)
+    assert bool((lse == -torch.inf).any())
+    assert bool(out.isnan().any())
