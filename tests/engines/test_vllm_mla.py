@@ -13,12 +13,15 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+from engines import vllm_models
 from torch.utils.flop_counter import FlopCounterMode
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 import hal
-from hal.engines.vllm import mla, mla_step, unfold
+from hal.engines.vllm import mla, mla_step, platform, unfold
 
 TINY = unfold.Widths(lora=16, nope=16, rope=8, v=12)
 DEEPSEEK = unfold.Widths(lora=512, nope=128, rope=64, v=128)
@@ -265,3 +268,20 @@ def test_quantized_output_is_refused() -> None:
     q = case.q
     with pytest.raises(NotImplementedError, match="no quantized output"):
         case.impl.forward_mha(q, q, q, case.cache, step, case.k_scale, q, output_scale=case.k_scale)
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="what vLLM's platform for CPUs does")
+@pytest.mark.parametrize("amx", [True, False])
+def test_what_was_chosen_stays_on_any_cpu(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own kernel without AMX has no prefix caching, no chunks and blocks of 16 alone."""
+    cpus = type(current_platform)
+    monkeypatch.setattr(cpus, "check_and_update_config", vars(cpus)["check_and_update_config"])
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    platform.on()
+    platform.on()
+    chosen = {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
+    given = {"max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True, "enforce_eager": True}
+    model = str(vllm_models.tiny_model("deepseek-v2-mla"))
+    config = EngineArgs(model=model, block_size=32, **given, **chosen).create_engine_config()
+    found = {**vars(config.scheduler_config), **vars(config.cache_config)}
+    assert {name: found[name] for name in (*chosen, "block_size")} == {**chosen, "block_size": 32}

@@ -13,7 +13,7 @@ def on() -> None:
         EngineError: the installed vLLM is not one that was tested, or a seam is not as it was.
     """
     require("vllm")
-    from hal.engines.vllm import apart, rotary
+    from hal.engines.vllm import apart, platform, rotary
 
     classes = rotary.classes()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -25,3 +25,4 @@ def on() -> None:
                 register_backend(members[name], f"{HERE}.{path}")
     rotary.register(classes)
     apart.on()
+    platform.on()
