@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,11 +18,13 @@ from hal.conformance._block import bits
 from hal.conformance._cases import cases_of
 from hal.conformance._result import FAILED, PASSED, Case
 from hal.conformance._run import run_backend
+from hal.conformance._truths import _tensors
 from hal.conformance._verdict import Failure
 from hal.conformance._verify import beyond_samples, inconsistencies
 from hal.conformance.proofs import fresh, soak
 from hal.conformance.proofs.run import Run, run_case
 from hal.ops import BUILTIN, get_spec
+from hal.ops.proofs.inputs import FLOAT_DTYPES
 
 OP = "get_last_loc"
 WIDE = [(op, name) for op in BUILTIN for name in (get_spec(op).fresh or fresh.Fresh({}, len)).wide]
@@ -102,6 +105,53 @@ def test_two_wide_ones_shrink_to_what_a_machine_can_do() -> None:
                     isinstance(of_op.wide[n].sizes, list) or params[n] <= max(20, 2 * of_op.wide[n].step) for n in some
                 )
                 assert fits or small, (op, params)
+
+
+@pytest.mark.parametrize(("seed", "mixture"), [(719, 0), (1271, 1), (1635, 4)])
+def test_no_mixture_draws_pools_of_gigabytes(seed: int, mixture: int) -> None:
+    """Of these seeds it did, of up to 9.6 GB, of which a case holds copies."""
+    spec, case = get_spec("kv_transfer"), Case("kv_transfer", "fresh", "mixed")
+    _, tries = list(fresh.draws(spec, case.name, Random(f"{seed} {case.id} device"), "device"))[mixture]
+    for p in tries:
+        row = p["num_layers"] * p["head_dim"] * (1 if p["mla"] else 2 * p["heads"])
+        assert row * FLOAT_DTYPES[p["dtype"]].itemsize * (p["src_slots"] + p["dst_slots"]) <= 2**28
+
+
+@pytest.mark.parametrize("lane", ["device", "interpreter"])
+def test_several_wide_ones_are_within_the_bound_and_few_are_drawn_again(lane: str) -> None:
+    assert beyond_samples([OP], lane)["fresh"]["bytes_held"] == fresh.HELD
+    for op in BUILTIN:
+        spec, rng = get_spec(op), Random(f"{op} {lane}")
+        again = sum(fresh.held(spec, fresh.settle(fresh.mix(spec, rng, lane))) > fresh.HELD for _ in range(300))
+        assert again < 30, (op, again)
+        for case in (fresh.MIXED, fresh.PAIRS):
+            for what, tries in (d for _ in range(3) for d in fresh.draws(spec, case, rng, lane)):
+                for params in tries:
+                    assert fresh.held(spec, params) <= fresh.HELD, (op, what, params)
+
+
+@pytest.mark.parametrize("op", BUILTIN)
+def test_what_is_held_is_about_what_arguments_and_truth_take(op: str) -> None:
+    spec, rng = get_spec(op), Random(op)
+    mixtures = [fresh.settle(fresh.mix(spec, rng, "device")) for _ in range(50)]
+    # The largest of those that cost a test little; a slot that comes again has a truth for each time.
+    for params in sorted((p for p in mixtures if fresh.held(spec, p) < 2**25), key=partial(fresh.held, spec))[-3:]:
+        arguments = spec.make(**params)
+        storages = (t.untyped_storage() for t in _tensors((arguments, spec.oracle(arguments))))
+        assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) < 2 * fresh.held(spec, params), params
+
+
+def test_drawing_ends_with_the_smallest_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "HELD", -1)
+    spec, drawn = get_spec("kv_transfer"), []
+
+    def once() -> dict[str, Any]:
+        drawn.append(fresh.settle(fresh.mix(spec, Random(len(drawn)), "device")))
+        return drawn[-1]
+
+    least = fresh.fitting(spec, once)
+    assert len(drawn) == fresh.TRIES
+    assert fresh.held(spec, least) == min(fresh.held(spec, p) for p in drawn)
 
 
 def test_a_slow_lane_is_scaled_down_and_says_so() -> None:

@@ -1,13 +1,14 @@
 """Inputs that nobody knew before the run: drawn from the run's seed, with sizes far beyond those of the samples.
 
 Each parameter that an op calls wide is the wide one in a case of its own, so that a limit on it alone is hit for
-certain; then every two of them together, shrunk to what a machine can do; then combinations at random. The same seed,
-op and lane draw the same again.
+certain; then every two of them together, shrunk to what a machine can do; then combinations at random. Several wide
+ones are drawn again where they ask for too much memory. The same seed, op and lane draw the same again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 PAIRS, MIXED = "pairs", "mixed"
 MOST = {"device": 600_000, "slow": 100_000}
 """Elements to which two wide parameters together shrink."""
+HELD = 2**28
+"""Bytes of arguments and truth for which several wide parameters may ask, in every lane: with its copies of them a case
+takes up to about 1 GB."""
+EACH = 16
+"""Bytes of them to an element of `Fresh.size`, where an op does not say: a truth in float64, and its slack."""
 SLOWER = 32
 """By how much a range is smaller in a lane in which a program instance takes a millisecond."""
 MIXES = {"device": 6, "slow": 2}
@@ -65,6 +71,7 @@ def plan(specs: Mapping[str, OpSpec], lane: str) -> dict[str, Any]:
             op: {name: reach(s, name, lane) for name in s.fresh.wide} for op, s in specs.items() if s.fresh is not None
         },
         "elements_of_pairs": MOST[kind],
+        "bytes_held": HELD,
         "pairs": "all" if kind == "device" else PAIRS_OF[kind],
         "mixed": MIXES[kind],
     }
@@ -122,19 +129,38 @@ def mix(spec: OpSpec, rng: Random, lane: str) -> dict[str, Any]:
     return params
 
 
+def held(spec: OpSpec, params: Mapping[str, Any]) -> int:
+    """About how many bytes the arguments that `params` make have, and their truth."""
+    if spec.fresh is None:
+        return 0
+    return EACH * spec.fresh.size(params) if spec.fresh.held is None else spec.fresh.held(params)
+
+
+def fitting(spec: OpSpec, once: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What `once` draws, settled: the first that is within `HELD`, or the smallest, as a loop must end."""
+    drawn = []
+    for _ in range(TRIES):
+        drawn.append(settle(once()))
+        if held(spec, drawn[-1]) <= HELD:
+            return drawn[-1]
+    return min(drawn, key=partial(held, spec))
+
+
 def draws(spec: OpSpec, case: str, rng: Random, lane: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(what it is, tries) of a case, the tries for where some are refused or ask for nothing."""
     kind = speed(lane)
     if case == MIXED:
         for i in range(MIXES[kind]):
-            yield f"mixture {i + 1}", [settle(mix(spec, rng, lane)) for _ in range(TRIES)]
+            yield f"mixture {i + 1}", [fitting(spec, partial(mix, spec, rng, lane)) for _ in range(TRIES)]
         return
     wide: list[tuple[str, ...]] = [(case,)]
     if case == PAIRS and spec.fresh is not None:
         wide = list(combinations(spec.fresh.wide, 2))
         wide = rng.sample(wide, min(len(wide), PAIRS_OF[kind]))
     for some in wide:
-        yield " and ".join(some), [settle(draw(spec, rng, some, lane)) for _ in range(TRIES)]
+        once = partial(draw, spec, rng, some, lane)
+        tries = [fitting(spec, once) if len(some) > 1 else settle(once()) for _ in range(TRIES)]
+        yield " and ".join(some), tries
 
 
 def fresh(run: Run) -> None:

@@ -206,6 +206,12 @@ def fresh(slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, A
             + 2 * p["slots"] * p["kv_heads"] * p["head_dim"]
         )
 
+    def held(p: Mapping[str, Any]) -> int:
+        # The caches have no truth. What is listed is widened to float64, and so are results with their slack.
+        rows = 8 * listed(p) + 24 * p["bs"] * p.get(queries, 1)
+        caches = 2 * FLOAT_DTYPES[p["dtype"]].itemsize * p["slots"] * p["kv_heads"]
+        return int(p["head_dim"] * (caches + p["q_heads"] * rows))
+
     return Fresh(
         {
             "bs": Wide(REQUESTS, {**few, "lengths": "sparse", "longest": (1, 2), **({"prefix": 0} if queries else {})}),
@@ -217,6 +223,7 @@ def fresh(slots: int, wide: Mapping[str, Wide], listed: Callable[[Mapping[str, A
         },
         size,
         {"bs": (2, 5), "longest": (3, 20), "slots": slots, "q_heads": [4, 8], "lengths": "ragged"},
+        held,
     )
 
 

@@ -50,11 +50,14 @@ class Fresh:
         wide: parameter -> how far it goes. Each is the wide one in a case of its own, and with each other in another.
         size: parameters -> about how many elements the call and its truth go through; pairs of wide ones shrink by it.
         beside: as in `Wide`, for all draws.
+        held: parameters -> about how many bytes the arguments and their truth have; several wide ones are drawn again
+            by it. None: 16 for each element of `size`, as of rows with a truth in float64.
     """
 
     wide: Mapping[str, Wide]
     size: Callable[[Mapping[str, Any]], int]
     beside: Mapping[str, Any] = field(default_factory=dict)
+    held: Callable[[Mapping[str, Any]], int] | None = None
 
 
 def room_for(*names: str) -> Callable[[Mapping[str, Any]], int]:

@@ -10,9 +10,9 @@ import torch
 from hal import _host
 from hal.ops.kv_transfer import SPEC as TRANSFER
 from hal.ops.proofs.fresh import HEADS, MANY, PAGES, PAIRS, SLOTS, Fresh, Wide, room_for
-from hal.ops.proofs.inputs import INDEX_DTYPES, generator, odd_indices, refused, some_slots
+from hal.ops.proofs.inputs import FLOAT_DTYPES, INDEX_DTYPES, generator, odd_indices, refused, some_slots
 from hal.ops.proofs.judge import Want
-from hal.ops.proofs.kv_transfer import FEW, LAYOUTS, layout_tag, make_pool, rows_of
+from hal.ops.proofs.kv_transfer import FEW, LAYOUTS, held, layout_tag, make_pool, row_size, rows_of
 from hal.ops.spec import ErrorSample, Proof, Sample
 
 
@@ -77,6 +77,12 @@ _bad = refused(make, n=3)
 
 
 _ORDERS = ("cycle", "shift", "back", "swap", "random", "spread")
+
+
+def _held(p: Mapping[str, Any]) -> int:
+    """That of a transfer into the pool; and the workspace, of k's rows or v's, with a bool for each byte."""
+    workspace = FLOAT_DTYPES[p["dtype"]].itemsize * row_size(p) * p["n"] * p["room"]
+    return int(held({**p, "src_slots": 0, "dst_slots": p["slots"]}) + workspace)
 
 
 PROOF = Proof(
@@ -160,5 +166,6 @@ PROOF = Proof(
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * p["slots"]),
         {"n": (9, 40), "layout": LAYOUTS[:3]},
+        _held,
     ),
 )

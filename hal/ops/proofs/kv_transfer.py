@@ -182,6 +182,17 @@ def layout_tag(*layouts: str) -> str:
 FEW = {"num_layers": (1, 2), "heads": 1, "head_dim": 8}
 
 
+def row_size(p: Mapping[str, Any]) -> int:
+    """Elements of a token's row in one layer, of k and v."""
+    return int(p["head_dim"] * (1 if p["mla"] else 2 * p["heads"]))
+
+
+def held(p: Mapping[str, Any]) -> int:
+    """Bytes of both pools, of what dst must be, and of which elements of it are named."""
+    values = FLOAT_DTYPES[p["dtype"]].itemsize * (p["src_slots"] + 2 * p["dst_slots"])
+    return int(p["num_layers"] * row_size(p) * (values + p["dst_slots"]))
+
+
 PROOF = Proof(
     oracle=oracle,
     make=make,
@@ -286,5 +297,6 @@ PROOF = Proof(
         },
         lambda p: p["num_layers"] * (150 * p["n"] + p["heads"] * p["head_dim"] * (p["src_slots"] + p["dst_slots"])),
         {"n": (9, 40), "src": LAYOUTS[:3], "dst": LAYOUTS[:3]},
+        held,
     ),
 )
