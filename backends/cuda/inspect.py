@@ -96,7 +96,7 @@ def form_of(call: Call, arch: int) -> tuple[Any, Any, Any, Any]:
     static = {**bound.static, **({"PDL": on, "launch_pdl": on} if "PDL" in bound.static else {})}
     backend = CUDABackend(GPUTarget("cuda", arch, 32))
     binder = create_function_from_signature(jit.signature, jit.params, backend)
-    values, specialization, options = binder(*args, **static)
+    values, specialization, options = binder(*bound.given(args), **static)
     kwargs = {**static, "debug": False}
     options, signature, constexprs, attrs = jit._pack_args(backend, kwargs, values, specialization, options)
     return signature, constexprs, attrs, options

@@ -9,6 +9,7 @@ typedef int CUresult, CUdevice;
 typedef void *CUfunction, *CUstream;
 enum { CUDA_SUCCESS = 0, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 typedef struct { int id; char pad[4]; union { char all[64]; int allowed; } value; } CUlaunchAttribute;
+typedef struct { _Alignas(64) unsigned char all[128]; } CUtensorMap;
 typedef struct { unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
                  CUstream hStream; CUlaunchAttribute *attrs; unsigned numAttrs; } CUlaunchConfig;
 
@@ -18,15 +19,23 @@ enum { WIDE = 2 << 4 };                           /* in an integer's key: u64 */
 
 static CUresult (*start)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*current_device)(CUdevice *);
+static CUresult (*encode)(CUtensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
+                          const uint32_t *, int, int, int, int);
 static CUresult (*captures)(CUstream, int *);
 static PyObject *runtime, *compilation, *enter, *leave, *empty_strided;
 static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation, *s_dtype;
+
+/* Rows of an argument, by which the copy engine reads boxes of them: which argument, those with the number of rows and
+   what lies between them, times how many bytes; and what cuda.h has names for. */
+typedef struct { int of, rows, stride, type, swizzle; int64_t bytes, columns; uint32_t box[2]; } Map;
 
 typedef struct Form {                              /* a compiled kernel */
   struct Form *next;
   CUfunction function;
   unsigned threads, shared;
   int pdl, device;
+  int mapped;                                      /* whether a map follows the arguments */
+  Map map;
   uint32_t key[MOST];
   char codes[MOST];                                /* how each argument is passed; '-': it is compiled in */
 } Form;
@@ -149,7 +158,26 @@ static int undisturbed(Launch *self) {
 
 /* A launch that needs nothing of Python any more: `values` are in the places that `params` say. */
 typedef struct { CUfunction function; unsigned grid[3], threads, shared; int pdl; Value values[MOST];
-                 void *params[MOST + 2]; } Started;
+                 void *params[MOST + 7]; CUtensorMap map; int32_t shape[2]; int64_t strides[2]; } Started;
+
+/* A map of rows, as the driver makes it, and what Triton passes behind one. 0: the driver makes none. */
+static int mapped(const Map *map, Started *to, int n) {
+  enum { FILL_WITH_ZEROS = 0, ALL_ELEMENTS = 0, PROMOTED_TO_128_BYTES = 2 };
+  int64_t rows = to->values[map->rows].i, between = to->values[map->stride].i * map->bytes;
+  uint64_t sizes[2] = {(uint64_t)map->columns, (uint64_t)rows}, strides[1] = {(uint64_t)between};
+  uint32_t steps[2] = {1, 1};
+  memset(&to->map, 0, sizeof to->map);
+  /* Of no rows no box is read. */
+  if (rows > 0 && encode(&to->map, map->type, 2, (void *)(uintptr_t)to->values[map->of].u, sizes, strides, map->box, steps,
+                         ALL_ELEMENTS, map->swizzle, PROMOTED_TO_128_BYTES, FILL_WITH_ZEROS) != CUDA_SUCCESS) return 0;
+  to->shape[0] = (int32_t)rows;
+  to->shape[1] = (int32_t)map->columns;
+  to->strides[0] = to->values[map->stride].i;
+  to->strides[1] = 1;
+  void *all[] = {&to->map, &to->shape[0], &to->shape[1], &to->strides[0], &to->strides[1]};
+  memcpy(to->params + n, all, sizeof all);
+  return 1;
+}
 
 /* 0: no compiled kernel is known for such arguments, or not to be started here. */
 static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
@@ -168,6 +196,10 @@ static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
       default: break;                              /* 8 bytes as they are */
     }
     to->params[n++] = v;
+  }
+  if (form->mapped) {
+    if (!mapped(&form->map, to, n)) return 0;
+    n += 5;
   }
   to->params[n++] = &scratch;
   to->params[n++] = &scratch;
@@ -230,7 +262,7 @@ slow:
   return PyObject_Vectorcall(self->slow, args, nargsf, names);
 }
 
-/* add(args, function, warps, shared, pdl, codes): start this function for such arguments from now on. */
+/* add(args, function, warps, shared, pdl, codes, map = None): start this function for such arguments from now on. */
 static PyObject *add(PyObject *object, PyObject *given) {
   Launch *self = (Launch *)object;
   PyObject *args;
@@ -238,16 +270,24 @@ static PyObject *add(PyObject *object, PyObject *given) {
   int warps, shared, pdl, device;
   const char *codes;
   Py_ssize_t length;
+  PyObject *rows = Py_None;
+  Map map = {0};
   uint32_t key[MOST];
   Value values[MOST];
-  if (!PyArg_ParseTuple(given, "O!Kiips#", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length))
+  if (!PyArg_ParseTuple(given, "O!Kiips#|O", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length, &rows))
     return NULL;
+  if (rows != Py_None
+      && !PyArg_ParseTuple(rows, "iiiiiLLII", &map.of, &map.rows, &map.stride, &map.type, &map.swizzle, &map.bytes,
+                           &map.columns, &map.box[0], &map.box[1])) return NULL;
   if (PyTuple_GET_SIZE(args) != self->count || length != self->count)
     return PyErr_Format(PyExc_TypeError, "hal: %zd arguments expected", self->count);
   if (!read_arguments(self, &PyTuple_GET_ITEM(args, 0), key, values, &device) || find(self, key, device) != NULL)
     Py_RETURN_FALSE;
   for (Py_ssize_t i = 0; i < length; i++)
     if (!passes(key[i], codes[i])) Py_RETURN_FALSE;
+  int places[] = {map.of, map.rows, map.stride};
+  for (int i = 0; rows != Py_None && i < 3; i++)
+    if (encode == NULL || places[i] < 0 || places[i] >= length || codes[places[i]] != (i == 0 ? 'p' : 'l')) Py_RETURN_FALSE;
   Form *form = PyMem_Calloc(1, sizeof(Form));
   if (form == NULL) return PyErr_NoMemory();
   form->function = (CUfunction)(uintptr_t)function;
@@ -255,6 +295,8 @@ static PyObject *add(PyObject *object, PyObject *given) {
   form->shared = (unsigned)shared;
   form->pdl = pdl;
   form->device = device;
+  form->mapped = rows != Py_None;
+  form->map = map;
   memcpy(form->key, key, sizeof(uint32_t) * (size_t)self->count);
   memcpy(form->codes, codes, (size_t)length);
   form->next = self->forms;
@@ -327,13 +369,13 @@ static PyTypeObject launch_type = {
 #include "_plans.c"
 
 /* drive(device type, cuLaunchKernelEx, cuCtxGetDevice, cuStreamIsCapturing, runtime knobs, compilation knobs,
-   what makes a tensor of sizes, strides and a dtype on the current device) */
+   what makes a tensor of sizes, strides and a dtype on the current device, cuTensorMapEncodeTiled = 0) */
 static PyObject *drive(PyObject *module, PyObject *given) {
   PyObject *r, *c, *e;
-  unsigned long long launch, device, capturing;
+  unsigned long long launch, device, capturing, encodes = 0;
   int type;
   (void)module;
-  if (!PyArg_ParseTuple(given, "iKKKOOO", &type, &launch, &device, &capturing, &r, &c, &e)) return NULL;
+  if (!PyArg_ParseTuple(given, "iKKKOOO|K", &type, &launch, &device, &capturing, &r, &c, &e, &encodes)) return NULL;
   PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
   if (after == NULL) { Py_XDECREF(before); return NULL; }
   /* Nothing has failed: all of it from here on, or nothing. */
@@ -341,6 +383,8 @@ static PyObject *drive(PyObject *module, PyObject *given) {
   start = (CUresult (*)(const CUlaunchConfig *, CUfunction, void **, void **))(uintptr_t)launch;
   current_device = (CUresult (*)(CUdevice *))(uintptr_t)device;
   captures = (CUresult (*)(CUstream, int *))(uintptr_t)capturing;
+  encode = (CUresult (*)(CUtensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
+                         const uint32_t *, int, int, int, int))(uintptr_t)encodes;
   Py_XSETREF(enter, before);
   Py_XSETREF(leave, after);
   Py_XSETREF(runtime, Py_NewRef(r));

@@ -29,6 +29,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
 
@@ -70,12 +71,39 @@ if _INTERPRET:
     _interpreter.install()
 
 
+@dataclass(frozen=True)
+class Map:
+    """How a Gluon kernel's last parameter before the constexprs is made: a tensor map (`gl`'s tensor descriptor) of
+    another argument's rows, by which the copy engine reads boxes of them. Callers give nothing for it.
+
+    A kernel gets one where its constexpr `when` is true, else None.
+    """
+
+    name: str
+    of: str
+    """Whose rows; the names of the parameters that say how many (int64), and what lies between them (int64), in `unit`
+    elements: a constexpr."""
+    rows: str
+    stride: str
+    unit: str
+    columns: int
+    box: tuple[int, int]
+    """Rows and columns that are read at once: as many columns as 128 bytes are."""
+    when: str
+
+
 @overload
 def jit(fn: Callable[..., Any]) -> Kernel: ...
 @overload
-def jit(*, do_not_specialize: Sequence[str] = (), gluon: bool = False) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(
-    fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = (), gluon: bool = False
+    *, do_not_specialize: Sequence[str] = (), gluon: bool = False, map: Map | None = None
+) -> Callable[[Callable[..., Any]], Kernel]: ...
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    do_not_specialize: Sequence[str] = (),
+    gluon: bool = False,
+    map: Map | None = None,
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
     """Make a `Kernel` of a plain Triton function.
 
@@ -83,23 +111,27 @@ def jit(
         fn: the function, when used without arguments.
         do_not_specialize: parameters whose alignment or divisibility must not choose another binary.
         gluon: the function is written in Gluon, which only devices and `hal inspect` understand.
+        map: a parameter that is made of others.
     """
     if fn is None:
-        return lambda f: Kernel(f, tuple(do_not_specialize), gluon)
-    return Kernel(fn, tuple(do_not_specialize), gluon)
+        return lambda f: Kernel(f, tuple(do_not_specialize), gluon, map)
+    return Kernel(fn, tuple(do_not_specialize), gluon, map)
 
 
 class Kernel:
     """A Triton kernel and all its compiled forms. Made by `jit`; called as ``kernel(grid, *args, **static)``."""
 
-    def __init__(self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False, map: Map | None = None
+    ) -> None:
         jit = importlib.import_module("triton.experimental.gluon").jit if gluon else triton.jit
         self.jit = jit(fn, do_not_specialize=list(do_not_specialize))
         self.name = fn.__name__
         if hasattr(self.jit, "_do_compile"):
             self.jit._do_compile = self._refuse_in_capture(self.jit._do_compile)
         self.fn = fn
-        self.params = _params(fn, do_not_specialize)
+        self.map = map
+        self.params = [p for p in _params(fn, do_not_specialize) if map is None or p.name != map.name]
         self._bound: dict[Any, Launch] = {}
         _kernels.append(self)
 
@@ -197,13 +229,28 @@ class Launch:
         """Triton's own launch, or its compilation alone, from which the helper learns."""
         # The lock: of threads that race, one compiles, and one loads: Triton shows a kernel that is half loaded.
         with torch.cuda.device(self._device(args)), self._lock:
-            compiled = self.kernel.jit.run(*args, grid=grid, warmup=warmup, **self.static)
+            compiled = self.kernel.jit.run(*self.given(args), grid=grid, warmup=warmup, **self.static)
             if compiled is None:
                 raise HalError(f"hal: kernel {self.kernel.name}: a jit_cache_hook of Triton refused to compile it")
             if self.native is not None:
-                form = _form(compiled.result() if hasattr(compiled, "result") else compiled, self.args)
+                form = _form(compiled.result() if hasattr(compiled, "result") else compiled, self)
                 if form is not None:
                     self.native.add(args, *form)
+
+    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as Triton takes them: with what is made of others."""
+        m = self.kernel.map
+        if m is None or not self.static[m.when]:
+            return args if m is None else (*args, None)
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        named = dict(zip((p.name for p in self.args), args, strict=True))
+        of, rows, stride = named[m.of], named[m.rows], named[m.stride] * self.static[m.unit]
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * of.dtype.itemsize, rank=2)
+        if not rows:  # no box is read, but Triton makes no map of nothing
+            of, rows = torch.empty(m.columns, dtype=of.dtype, device=of.device), 1
+        return (*args, TensorDescriptor(of, [rows, m.columns], [stride, 1], list(m.box), layout))
 
     def _device(self, args: Sequence[Any], kind: str = "cuda") -> int:
         """The device of the tensors; an error where an argument is not one that kernels take."""
@@ -269,9 +316,9 @@ def keeps(cache: Any) -> Any:
 _CODES = {"constexpr": "-", "i1": "b", "u1": "b", "i32": "i", "i64": "l", "u64": "l", "fp32": "f", "fp64": "d"}
 
 
-def _form(compiled: Any, params: Sequence[_Param]) -> tuple[int, int, int, bool, str] | None:
+def _form(compiled: Any, of: Launch) -> tuple[int, int, int, bool, str, tuple[int, ...] | None] | None:
     """What the helper must know of a compiled kernel: function, warps, shared memory, whether it waits for the kernel
-    before it by itself (PDL), and how it takes each argument. None where the helper can't start it."""
+    before it by itself (PDL), how it takes each argument, and its map. None where the helper can't start it."""
     global _why_no_helper
     try:
         run = compiled.run
@@ -279,13 +326,31 @@ def _form(compiled: Any, params: Sequence[_Param]) -> tuple[int, int, int, bool,
         if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or ctas != 1:
             return None
         signature = compiled.src.signature
-        codes = ["p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in params]
+        codes = ["p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in of.args]
         if None in codes:
             return None
-        return compiled.function, warps, shared, bool(run.launch_pdl), "".join(map(str, codes))
+        rows = _map(compiled, of)
+        return compiled.function, warps, shared, bool(run.launch_pdl), "".join(map(str, codes)), rows
     except (AttributeError, ValueError) as moved:
         _why_no_helper = f"Triton {triton.__version__}: {moved}"
         return None
+
+
+def _map(compiled: Any, of: Launch) -> tuple[int, ...] | None:
+    """A kernel's map as the helper makes it, by what the compiler says of its form."""
+    m = of.kernel.map
+    if m is None or not of.static[m.when]:
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    (form,) = compiled.metadata.tensordesc_meta
+    at = [p.name for p in of.args].index
+    kind, size = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["elem_size"]
+    rows, columns = form["block_size"]
+    return (
+        *(at(m.of), at(m.rows), at(m.stride)),
+        *(kind, form["swizzle"], size * of.static[m.unit], m.columns, columns, rows),
+    )
 
 
 @cache
@@ -302,7 +367,8 @@ def _helper() -> Any:
         ]
         module = _native.module()
         cuda = 2  # DLPack's number
-        module.drive(cuda, *addresses, knobs.runtime, knobs.compilation, _empty_strided())
+        encode = ctypes.cast(driver.cuTensorMapEncodeTiled, ctypes.c_void_p).value
+        module.drive(cuda, *addresses, knobs.runtime, knobs.compilation, _empty_strided(), encode)
         return module
     except Exception as e:  # whatever it is that is missing, Triton's own launch does the same
         _why_no_helper = f"{type(e).__name__}: {e}".splitlines()[0]

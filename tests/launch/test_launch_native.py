@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch.rig import BASE, Rig, floats, helper, plain, typed
+from launch.rig import BASE, EMPTY, Driver, Rig, floats, helper, plain, typed
 from triton import knobs
+
+from hal.triton import launch
 
 __all__ = ["helper"]
 
@@ -232,3 +235,122 @@ def test_integers_that_no_parameter_holds_go_the_slow_way(helper: Any) -> None:
         assert native.add((BASE, BASE, n, 6), 1, 4, 0, False, "ppll") is False
         assert native((n,), BASE, BASE, 5, 6) == "slow"
     del rig
+
+
+def rows_of(cache, rows: tl.int64, stride: tl.int64, n, map, UNIT: tl.constexpr, BOXES: tl.constexpr):
+    pass
+
+
+ROWS = launch.Map("map", of="cache", rows="rows", stride="stride", unit="UNIT", columns=576, box=(64, 64), when="BOXES")
+CODES, FORM = "plli", (0, 1, 2, 9, 3, 16, 576, 64, 32)
+
+
+class Maps(Driver):
+    """Writes down what it is asked to encode, and what a launch is handed behind its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_of: list[tuple[Any, ...]] = []
+        self.handed: list[tuple[Any, ...]] = []
+        self.refuses = 0
+        u32, u64 = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+        self.encoder = ctypes.CFUNCTYPE(
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+            *(u64, u64, u32, u32, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        )(self.encode)
+
+    def encode(self, to: int, kind: int, rank: int, base: int, *told: Any) -> int:
+        sizes, strides, box, steps, *rest = told
+        assert to % 64 == 0, "the driver wants maps at multiples of 64 bytes"
+        self.asked_of.append((kind, rank, base, sizes[:2], strides[0], box[:2], steps[:2], *rest))
+        ctypes.memset(to, 0xA5, 128)
+        return self.refuses
+
+    def start(self, config: Any, function: int, params: Any, extra: Any) -> int:
+        shape, strides = (
+            ctypes.cast(params[i], ctypes.POINTER(t)) for i, t in ((5, ctypes.c_int32), (7, ctypes.c_int64))
+        )
+        columns = ctypes.cast(params[6], ctypes.POINTER(ctypes.c_int32))[0]
+        self.handed.append((ctypes.string_at(params[4], 128), shape[0], columns, strides[0]))
+        return super().start(config, function, params, extra)
+
+
+@pytest.fixture
+def maps(helper: Any) -> Any:
+    driver = Maps()
+    encoder = ctypes.cast(driver.encoder, ctypes.c_void_p).value
+    helper.drive(1, *driver.addresses(), knobs.runtime, knobs.compilation, EMPTY, encoder)
+    driver.count = 4
+    return driver
+
+
+def mapped(helper: Any, form: tuple[int, ...] = FORM) -> tuple[Any, list[Any]]:
+    """(a launch that knows one form, with a map; the calls that it did not start)."""
+    kernel, slow = launch.Kernel(rows_of, ("rows", "stride"), False, ROWS), []
+    params = bytes(1 * p.specialize + 2 * p.typed for p in kernel.params if not p.constexpr)
+    native = helper.Launch(lambda grid, *args: slow.append(args), params, [], ())
+    native.add((BASE, 100, 72, 3), 7, 4, 0, False, CODES, form)
+    return native, slow
+
+
+def test_a_map_is_made_of_the_arguments_that_it_is_of(helper: Any, maps: Any) -> None:
+    native, slow = mapped(helper)
+    native((2,), BASE, 100, 72, 3)
+    # cuda.h: bf16 (9), two dims, columns first; rows 72 * 16 bytes apart; the whole of each box, swizzled by 128 bytes,
+    # through L2 by 128 bytes, zeros past the end.
+    assert maps.asked_of == [(9, 2, BASE.data_ptr(), [576, 100], 72 * 16, [64, 32], [1, 1], 0, 3, 2, 0)]
+    assert maps.handed == [(b"\xa5" * 128, 100, 576, 72)]
+    assert not slow
+    assert len(maps.started) == 1
+
+
+def test_of_no_rows_there_is_no_map(helper: Any, maps: Any) -> None:
+    native, slow = mapped(helper)
+    native((2,), BASE, 0, 72, 3)
+    assert maps.handed == [(bytes(128), 0, 576, 72)]
+    assert not maps.asked_of
+    assert not slow
+
+
+def test_where_the_driver_makes_no_map_triton_says_why(helper: Any, maps: Any) -> None:
+    maps.refuses = 1
+    native, slow = mapped(helper)
+    native((2,), BASE, 100, 72, 3)
+    assert [args[1:] for args in slow] == [(100, 72, 3)]
+    assert not maps.started
+
+
+@pytest.mark.parametrize(
+    "form", [(1, 1, 2, *FORM[3:]), (0, 4, 2, *FORM[3:]), (0, 1, 3, *FORM[3:]), (0, -1, 2, *FORM[3:])]
+)
+def test_a_map_of_what_it_can_not_be_of_is_not_learnt(helper: Any, maps: Any, form: tuple[int, ...]) -> None:
+    native, slow = mapped(helper, form)
+    native((2,), BASE, 100, 72, 3)
+    assert len(slow) == 1
+    assert not maps.started
+
+
+def test_without_the_driver_s_encoder_no_map_is_learnt(helper: Any) -> None:
+    driver = Driver()
+    helper.drive(1, *driver.addresses(), knobs.runtime, knobs.compilation, EMPTY)
+    native, slow = mapped(helper)
+    native((2,), BASE, 100, 72, 3)
+    assert len(slow) == 1
+    assert not driver.started
+
+
+def test_triton_gets_what_a_map_is_made_of_or_none() -> None:
+    from triton.experimental.gluon import language as gl
+
+    kernel = launch.Kernel(rows_of, (), False, ROWS)
+    assert [p.name for p in kernel.params] == ["cache", "rows", "stride", "n", "UNIT", "BOXES"]
+    cache, args = torch.zeros(100 * 576, dtype=torch.bfloat16), (100, 72, 3)
+    *same, made = kernel.bind(UNIT=8, BOXES=True).given((cache, *args))
+    assert same[1:] == list(args)
+    assert made.base is cache
+    assert (made.shape, made.strides, made.block_shape) == ([100, 576], [576, 1], [64, 64])
+    assert made.layout == gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    assert kernel.bind(UNIT=8, BOXES=False).given((cache, *args)) == (cache, *args, None)
+    none = kernel.bind(UNIT=8, BOXES=True).given((cache[:0], 0, 72, 3))
+    assert none[-1].shape == [1, 576]
+    assert none[-1].base.dtype == torch.bfloat16
