@@ -95,6 +95,8 @@ def want_of(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> 
 # --- samples ----------------------------------------------------------------------------------------
 
 ODD = {"index": "i64", "indptr": "i64"}
+IN_RUNS = {"lengths": "full", "run": 64, "slots": 512}
+"""Of one request: slots by pages, as kernels may fetch them together."""
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {"q_heads": 32, "kv_heads": 8, "head_dim": 128},
     "llama3-70b-tp8": {"q_heads": 8, "kv_heads": 1, "head_dim": 128},
@@ -259,6 +261,7 @@ def make_inputs(
     dtype: str = "bf16",
     cache: str = "slots",
     slots: int = 240,
+    run: int = 1,
     page_size: int = 16,
     cache_dtype: str | None = None,
     cache_view: str = "plain",
@@ -278,14 +281,14 @@ def make_inputs(
     """The arguments but for qo_indptr and causal. What is in no listed slot is NaN.
 
     cache: ``slots``, ``paged``. cache_view: ``plain``; ``pairs`` (k and v interleaved in one tensor); ``padded`` (odd
-    strides); ``shared`` (MLA: v is the first elements of k); ``far`` (slots 2^29 elements apart). q_view: ``plain``,
+    strides); ``shared`` (MLA: v is the first elements of k); ``far`` (slots 2^29 elements apart). run: so many slots of
+    a request follow each other, from a multiple of it on, as engines with pages list them. q_view: ``plain``,
     ``fused`` (a view of a fused qkv), ``misaligned``. scales: ``none``, ``float``, ``tensor``. out: ``none``,
     ``given``, ``strided``. nan: the first value that the second request lists is NaN.
     loud: what the queries are multiplied by, for sharp and for flat distributions.
     """
     dt, kind, dv = FLOAT_DTYPES[dtype], FLOAT_DTYPES[cache_dtype or dtype], v_head_dim or head_dim
-    nnz = sum(kv_lens)
-    order = _host.randperm(slots, generator=g)[:nnz] if nnz <= slots else randint(g, 0, slots, (nnz,))
+    order = _in_runs(g, slots, kv_lens, run) if run > 1 else _some(g, slots, sum(kv_lens))
     listed = odd_indices(order, slots, values, INDEX_DTYPES[index])
     lead = (slots // page_size, page_size) if cache == "paged" else (slots,)
     args: dict[str, Any] = {"q": _query(g, (n, q_heads, head_dim), dt, q_view, loud)}
@@ -311,6 +314,21 @@ def make_inputs(
         "tensor": (_host.tensor([0.37]), _host.tensor([2.25])),
     }[scales]
     return args | {"scale": head_dim**-0.5, "sliding_window": sliding_window, "logit_cap": logit_cap}
+
+
+def _some(g: torch.Generator, of: int, n: int) -> Tensor:
+    """n of so many, each once where there are enough."""
+    return _host.randperm(of, generator=g)[:n] if n <= of else randint(g, 0, of, (n,))
+
+
+def _in_runs(g: torch.Generator, slots: int, kv_lens: Sequence[int], run: int) -> Tensor:
+    """Slots of requests, each of which has runs of its own."""
+    counts = [-(-n // run) for n in kv_lens]
+    first = _some(g, slots // run, sum(counts))
+    begins = accumulate(counts, initial=0)
+    runs = (first[b : b + c, None] * run + _host.arange(run) for b, c in zip(begins, counts, strict=False))
+    each = [r.view(-1)[:n] for r, n in zip(runs, kv_lens, strict=True)]
+    return torch.cat([_host.arange(0), *each])
 
 
 def _query(g: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype, view: str, loud: float) -> Tensor:

@@ -80,6 +80,11 @@ PROOF = Proof(
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 9}),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 3, "bs": 2}, large=True),
         Sample("mla-128-heads", {**_MLA, "q_heads": 128, "bs": 2}, "feature:mla"),
+        Sample(
+            "mla-128-heads-in-runs",
+            {**_MLA, "q_heads": 128, "bs": 1, "longest": 140, **_attention.IN_RUNS},
+            "feature:mla",
+        ),
         Sample("e4m3-mla-128-heads", {**_MLA, "cache_dtype": "e4m3", "q_heads": 128, "bs": 2}, "feature:fp8_e4m3"),
     ),
     errors=(

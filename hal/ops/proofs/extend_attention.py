@@ -98,6 +98,11 @@ PROOF = Proof(
         ),
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6}),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 2, "prefix": 1, "bs": 2}, large=True),
+        Sample(
+            "mla-128-heads-in-runs",
+            {**_MLA, "q_heads": 128, "bs": 1, "longest": 2, "prefix": 138, **_attention.IN_RUNS},
+            "feature:mla",
+        ),
     ),
     errors=(
         _bad("q-fp64", q=lambda: _host.zeros(6, 4, 64, dtype=torch.float64)),
