@@ -24,8 +24,8 @@ def _begin(slot, num_slots, stride):
 
 @gluon.jit
 def fetch_latent(
-    q, cache, slots, head, heads, low, high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head,
-    stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    q, cache, map, slots, head, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
+    q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The rows of entries [low, high): of each tile the half that its own group sums, then the other half and the rest.
 

@@ -238,7 +238,12 @@ def _plan(
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
         run = decode_attention_hopper_kernel.bind(
-            **{**same, "FEW": HOPPER_FEW}, K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), TOKENS=1, num_warps=4
+            **{**same, "FEW": HOPPER_FEW},
+            K_KIND=scale_kind(k_scale),
+            V_KIND=scale_kind(v_scale),
+            TOKENS=1,
+            MAP=by_boxes(k_cache, kc[0], group),
+            num_warps=4,
         )
     elif lanes:
         from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
@@ -269,6 +274,14 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
         and unit >= (8 if q.dtype == k_cache.dtype else 16)
         and shared
     )
+
+
+def by_boxes(k_cache: Tensor, row: int, group: int) -> bool:
+    """Whether the kernel for Hopper has the copy engine fetch 64 rows whose slots follow each other: rows of 16 bits of
+    the only key head, `row` elements apart, which is as far as a map of them can say; and more query heads than one
+    program takes. Of fewer, memory is what takes the time, and looking for such slots would be 1 % more."""
+    apart = k_cache.shape[-1] <= row < 2**38
+    return k_cache.dtype.itemsize == 2 and k_cache.shape[-2] == 1 and apart and group > 64
 
 
 def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bool:

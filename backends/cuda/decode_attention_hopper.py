@@ -5,8 +5,10 @@ Twelve warps in three roles. One group fetches tiles of 64 rows into two buffers
 the group whose buffer it is makes the logits of a tile and their softmax, and leaves the weights where the rotated part
 of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
-softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Which keys are
-a program's is as in `decode_attention_kernel`; another launch merges the parts. Rows of fp8: `_fetch_latent.py`.
+softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Where more
+than one program reads a row, 64 of them whose slots follow each other come by the copy engine, as in caches by pages;
+others are copied one by one. Which keys are a program's is as in `decode_attention_kernel`; another launch merges the
+parts. Rows of fp8: `_fetch_latent.py`.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
@@ -17,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -45,6 +48,12 @@ DIMS = (576, 512)
 """The head_dim and v_head_dim that the kernel is for: two halves, and a rotated part of 64."""
 KEYS = gl.constexpr(64)
 """Keys of a tile."""
+BOX = gl.constexpr(64)
+"""Columns of a row that the copy engine puts side by side: 128 bytes."""
+ROWS_MAP = launch.Map(
+    "map", of="k_cache", rows="num_slots", stride="kc_page", unit="UNIT", columns=DIMS[0], box=(64, 64), when="MAP"
+)
+"""Of a cache's rows, all of one key head."""
 REGISTERS = gl.constexpr(208)
 """Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
 FP8_REGISTERS = gl.constexpr(200)
@@ -79,9 +88,10 @@ def _copy(to, base, rows, whole, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(W: gl.constexpr, cache, slot, k, there, rows, full, empty, free, stride, num_slots, UNIT: gl.constexpr):
+def _by_rows(
+    W: gl.constexpr, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT: gl.constexpr, MAP: gl.constexpr
+):
     """The rows of slots into buffer W: first the half that its own group sums, then the other and the rest."""
-    ok = (slot >= 0) & (slot < num_slots)
     whole = gl.min(ok.to(gl.int32), 0) != 0
     rows.index(W).store(gl.where(ok, slot, -1).to(gl.int64) * stride)
     gl.thread_barrier()
@@ -93,18 +103,58 @@ def _fetch_tile(W: gl.constexpr, cache, slot, k, there, rows, full, empty, free,
         if i == 1:
             _copy(k[2].index(W), cache + 2 * HALF, rows.index(W), whole, UNIT)
         async_copy.mbarrier_arrive(full.index(2 * W + i), increment_count=False)
+        if MAP:
+            mbarrier.arrive(full.index(2 * W + i))  # in place of who asks for boxes
+
+
+@gluon.jit
+def _by_boxes(W: gl.constexpr, map, begin, ok, tiles, there, full, empty, free):
+    """The same of slots that follow each other from `begin` on: boxes of rows, by the copy engine."""
+    EACH: gl.constexpr = HALF // BOX
+    for i in gl.static_range(2):
+        mbarrier.wait(empty.index(2 * W + i), free)
+        if i == 0:
+            there.index(W).store(ok.to(gl.int8))
+        mbarrier.expect(full.index(2 * W + i), KEYS * (HALF + i * BOX) * 2)
+        for c in gl.static_range(EACH):
+            to = tiles.index((2 * ((W + i) % 2) + W) * EACH + c)
+            at = [begin, (W + i) % 2 * HALF + c * BOX]
+            tma.async_copy_global_to_shared(map, at, full.index(2 * W + i), to)
+        if i == 1:
+            tma.async_copy_global_to_shared(map, [begin, 2 * HALF], full.index(2 * W + i), tiles.index(4 * EACH + W))
+        async_copy.mbarrier_arrive(full.index(2 * W + i), increment_count=False)  # as those do who copy rows
+
+
+@gluon.jit
+def _fetch_tile(
+    W: gl.constexpr, cache, map, begin, slot, k, tiles, there, rows, full, empty, free, stride, num_slots,
+    UNIT: gl.constexpr, MAP: gl.constexpr,
+):  # fmt: skip
+    """The rows of slots, the first of which is `begin`, into buffer W."""
+    ok = (slot >= 0) & (slot < num_slots)
+    if MAP:
+        n = gl.arange(0, KEYS, slot.type.layout)
+        if gl.min((ok & (slot - n == begin)).to(gl.int32), 0) != 0:
+            _by_boxes(W, map, begin.to(gl.int32), ok, tiles, there, full, empty, free)
+        else:
+            _by_rows(W, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT, MAP)
+    else:
+        _by_rows(W, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT, MAP)
     gl.thread_barrier()
     mbarrier.arrive(full.index(2 * W + 1))  # for `there`, which no asynchronous copy writes
 
 
 @gluon.jit
 def _fetch(
-    q, cache, slots, head, heads, low, high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head,
-    stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    q, cache, map, slots, head, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
+    q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The queries, then the rows of entries [low, high), tile by tile; slots are read a tile ahead."""
-    each = low + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    # With a map each warp looks at all slots of a tile, so that none waits for another.
+    SLOTS: gl.constexpr = gl.BlockedLayout([KEYS // 32 if MAP else 1], [32], [gl.num_warps()], [0])
+    each = low + gl.arange(0, KEYS, SLOTS)
     slot = gl.load(slots + each, each < high, other=-1)
+    first = gl.load(slots + low, low < high, other=-1)
     for i in gl.static_range(3):
         _queries(q_tiles[i].index(0), q + i * HALF, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
@@ -112,10 +162,15 @@ def _fetch(
     for t in range(0, tiles, 2):
         for w in gl.static_range(2):
             if t + w < tiles:
-                now = slot
+                now, begin = slot, first
                 each += KEYS
                 slot = gl.load(slots + each, each < high, other=-1)
-                _fetch_tile(w, cache, now, k, there, rows, full, empty, free, stride, num_slots, UNIT)
+                if MAP:
+                    j = low + (t + w + 1) * KEYS
+                    first = gl.load(slots + j, j < high, other=-1)
+                _fetch_tile(
+                    w, cache, map, begin, now, k, all, there, rows, full, empty, free, stride, num_slots, UNIT, MAP
+                )
         free ^= 1
     async_copy.wait_group(0)
 
@@ -288,6 +343,7 @@ def _work(
 
 @launch.jit(
     gluon=True,
+    map=ROWS_MAP,
     do_not_specialize=(
         "kv_indptr", "kv_indices", "lse", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "vc_page",
         "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window", "scale", "cap",
@@ -297,10 +353,10 @@ def decode_attention_hopper_kernel(
     q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, part, part_lse, k_scale, v_scale,
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
-    num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
+    num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap, map,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
-    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -327,10 +383,12 @@ def decode_attention_hopper_kernel(
         gl.allocate_shared_memory(dtype, [1, ROWS, 64], NARROW),
     )
     # The rotated part's tile takes the weights, 64 queries by 64 keys, once its products are done.
+    EACH: gl.constexpr = 2 * HALF // BOX
+    all = gl.allocate_shared_memory(dtype, [2 * EACH + 2, KEYS, BOX], NARROW)
     k = (
-        gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [2, KEYS, 64], NARROW),
+        all.index(0)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+        all.index(EACH)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+        all.index(2 * EACH)._reinterpret(dtype, [2, KEYS, BOX], NARROW),
     )
     rows = gl.allocate_shared_memory(gl.int64, [2, KEYS], FLAT)
     there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
@@ -371,14 +429,14 @@ def decode_attention_hopper_kernel(
         for w in gl.static_range(2):
             mbarrier.init(p_full.index(w), count=1)
             for i in gl.static_range(2):
-                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 129 if i == 1 else 128)
+                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
                 mbarrier.init(empty.index(2 * w + i), count=1)
         gl.warp_specialize(
             [
                 (fetch_latent if FP8 else _fetch, (
-                    q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, kv_indices + begin, head, heads, low,
-                    high, tiles, q_tiles, k, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
-                    GROUP, TOKENS,
+                    q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, head, heads,
+                    low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row, q_head, kc_page,
+                    num_slots, UNIT, GROUP, TOKENS, MAP,
                 )),
                 (_work, (
                     0, q + row * q_row * UNIT, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS,

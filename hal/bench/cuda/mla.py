@@ -48,9 +48,16 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"q_heads": 24},
     {"q_heads": 20, "cache": "paged", "dtype": "fp16"},
     {"q_heads": 128, "lse": False, "bs": 3, "longest": 2500, "slots": 8000},
+    {"q_heads": 128, "run": 64, "cache": "paged", "page_size": 64},
+    {"q_heads": 128, "run": 64, "bs": 9, "values": "skip", "index": "i64"},
+    {"q_heads": 72, "run": 64, "dtype": "fp16", "bs": 2, "longest": 2500, "slots": 8000},
 )
 """What the check asks for, beside the contract's own samples, which certification judges."""
-EXTEND_FORMS: tuple[dict[str, Any], ...] = ({"q_heads": 128, "longest": 2}, {"q_heads": 16, "longest": 9})
+EXTEND_FORMS: tuple[dict[str, Any], ...] = (
+    {"q_heads": 128, "longest": 2},
+    {"q_heads": 16, "longest": 9},
+    {"q_heads": 128, "longest": 3, "run": 64},
+)
 """What that of query tokens asks for."""
 
 

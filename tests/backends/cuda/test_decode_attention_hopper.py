@@ -84,10 +84,43 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
     assert kernels(args)[0] == "decode_attention_kernel"
 
 
+@pytest.mark.parametrize(
+    ("change", "boxes"),
+    [
+        ({}, True),
+        ({"dtype": "fp16", "q_heads": 65, "cache": "paged"}, True),
+        ({"q_heads": 64}, False),
+        ({"kv_heads": 2}, False),
+        ({"q_heads": 256, "kv_heads": 2}, False),
+        ({"cache_dtype": "e4m3"}, False),
+    ],
+    ids=str,
+)
+def test_rows_come_by_boxes_where_more_than_one_program_reads_them(change: dict[str, Any], boxes: bool) -> None:
+    from hal.backends.cuda import inspect
+
+    args = made(**change)
+    with inspect.record() as calls:
+        inspect.launcher("decode_attention")(**args)
+    assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
+    assert calls[0][0].static["MAP"] == boxes
+
+
+def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
+    from hal.backends.cuda.decode_attention import by_boxes
+
+    cache = made()["k_cache"]
+    assert [by_boxes(cache, row, 128) for row in (576, 584, 2**38 - 8, 568, 0, 2**38)] == [True] * 3 + [False] * 3
+
+
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize(
     "form",
-    [{"cache": "paged"}, *([{}, {"dtype": "fp16", "q_heads": 20, "lse": False}] if os.environ.get("CI_ALL") else [])],
+    [
+        {"cache": "paged"},
+        {"q_heads": 16},
+        *([{}, {"dtype": "fp16", "q_heads": 20, "lse": False}] if os.environ.get("CI_ALL") else []),
+    ],
 )
 def test_no_form_spills(form: dict[str, Any]) -> None:
     from hal.backends.cuda import inspect
