@@ -6,10 +6,12 @@ Without a GPU: which calls it takes, and that its forms don't spill. On Hopper (
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import serialized
 
 from hal.bench.cuda.mla import FORMS
 from hal.ops import get_spec
@@ -122,12 +124,14 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
         *([{}, {"dtype": "fp16", "q_heads": 20, "lse": False}] if os.environ.get("CI_ALL") else []),
     ],
 )
-def test_no_form_spills(form: dict[str, Any]) -> None:
+def test_no_form_spills_or_has_its_products_serialized(form: dict[str, Any], tmp_path: Path) -> None:
     from hal.backends.cuda import inspect
 
     with inspect.record() as calls:
         inspect.launcher("decode_attention")(**made(**form))
     assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
-    _, spills, shared = inspect.resources(inspect.compile_call(calls[0], 90).asm["cubin"])
+    compiled = inspect.compile_call(calls[0], 90)
+    _, spills, shared = inspect.resources(compiled.asm["cubin"])
     assert spills == 0
     assert shared <= 232_448
+    assert not serialized(compiled.asm["ptx"], tmp_path)

@@ -6,10 +6,12 @@ Without a GPU: which calls it takes, and that these forms don't spill. On Hopper
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import serialized
 
 from hal.ops import get_spec
 
@@ -172,12 +174,16 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
         *((dim, dim, form) for dim in (64, 128) for form in (FP8 if CI_ALL else ("e4m3",))),
     ],
 )
-def test_no_form_spills(head_dim: int, v_head_dim: int, form: str) -> None:
+def test_no_form_spills_or_has_its_products_serialized(
+    head_dim: int, v_head_dim: int, form: str, tmp_path: Path
+) -> None:
     from hal.backends.cuda import inspect
 
     with inspect.record() as calls:
         inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **FORMS[form]))
     (call,) = calls
     assert call[0].kernel.name == "extend_attention_hopper_kernel"
-    registers, spills, _ = inspect.resources(inspect.compile_call(call, 90).asm["cubin"])
+    compiled = inspect.compile_call(call, 90)
+    registers, spills, _ = inspect.resources(compiled.asm["cubin"])
     assert (registers, spills) == (168, 0)
+    assert not serialized(compiled.asm["ptx"], tmp_path)
