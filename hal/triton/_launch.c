@@ -276,6 +276,8 @@ static PyObject *add(PyObject *object, PyObject *given) {
   Value values[MOST];
   if (!PyArg_ParseTuple(given, "O!Kiips#|O", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length, &rows))
     return NULL;
+  if (rows != Py_None && !PyTuple_Check(rows))
+    return PyErr_Format(PyExc_TypeError, "hal: a map is a tuple of nine integers or None; got %.100s", Py_TYPE(rows)->tp_name);
   if (rows != Py_None
       && !PyArg_ParseTuple(rows, "iiiiiLLII", &map.of, &map.rows, &map.stride, &map.type, &map.swizzle, &map.bytes,
                            &map.columns, &map.box[0], &map.box[1])) return NULL;

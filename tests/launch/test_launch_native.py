@@ -224,6 +224,8 @@ def test_a_form_that_would_read_another_kind_s_bits_is_not_learnt(helper: Any) -
     for codes in ("ppi", "ppill", ""):
         with pytest.raises(TypeError, match="4 arguments"):
             native.add((BASE, BASE, 5, 6), 1, 4, 0, False, codes)
+    with pytest.raises(TypeError, match="a tuple of nine integers or None; got list"):
+        native.add((BASE, BASE, 5, 6), 1, 4, 0, False, "ppil", [0] * 9)
     del rig
 
 
