@@ -23,8 +23,15 @@ def _begin(slot, num_slots, stride):
 
 
 @gluon.jit
+def _slots(slots, j, high, N: gl.constexpr):
+    """Of a tile's entries from j on; -1 from `high` on."""
+    each = j + gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.load(slots + each, each < high, other=-1)
+
+
+@gluon.jit
 def fetch_latent(
-    q, cache, map, slots, head, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
+    q, cache, map, slots, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
     q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The rows of entries [low, high): of each tile the half that its own group sums, then the other half and the rest.
@@ -37,11 +44,9 @@ def fetch_latent(
     REST: gl.constexpr = k[2].shape[2] // WORD
     KIND: gl.constexpr = cache.dtype.element_ty
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    each = low + gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    at, ok = _begin(gl.load(slots + each, each < high, other=-1), num_slots, stride)
+    at, ok = _begin(_slots(slots, low, high, N), num_slots, stride)
     rows.index(0).store(at)
-    each += N
-    slot = gl.load(slots + each, each < high, other=-1)
+    slot = _slots(slots, low + N, high, N)
     a = _half(words, rows.index(0), 0, UNIT, W)
     b = _half(words, rows.index(0), N // 2, UNIT, W)
     free = 1
@@ -62,8 +67,7 @@ def fetch_latent(
                 mbarrier.arrive(full.index(2 * w))
                 at, ok = _begin(slot, num_slots, stride)
                 rows.index(1 - w).store(at)
-                each += N
-                slot = gl.load(slots + each, each < high, other=-1)
+                slot = _slots(slots, low + (t + w + 2) * N, high, N)
                 a = _half(half, rows.index(1 - w), 0, UNIT, W)
                 mbarrier.wait(empty.index(2 * w + 1), free)
                 _put(other, 0, c, KIND)
@@ -76,15 +80,13 @@ def fetch_latent(
 
 
 @gluon.jit
-def _queries(
-    q, to, first, start, head, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
-):
+def _queries(q, to, first, start, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """As many rows as `to` has from row `first` of a tile on: elements from `start` on."""
     D: gl.constexpr = to.shape[1]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     r = first + gl.arange(0, to.shape[0], gl.SliceLayout(1, ROW))
     d = start + gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    at = q + ((row_at(head + r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
+    at = q + ((row_at(r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
     return gl.load(at, (r < heads)[:, None], other=0.0)
 
 
@@ -97,7 +99,7 @@ def _scaled(to, x, by):
 
 @gluon.jit
 def scale_queries(
-    q, q_tiles, exponents, FIRST: gl.constexpr, head, heads, q_row, q_head, sign, UNIT: gl.constexpr,
+    q, q_tiles, exponents, FIRST: gl.constexpr, heads, q_row, q_head, sign, UNIT: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Rows from FIRST on of the queries, as many as `exponents` has places, times `sign` and a power of two each
@@ -107,9 +109,9 @@ def scale_queries(
     to0 = q_tiles[0].index(0).slice(FIRST, MANY)
     to1 = q_tiles[1].index(0).slice(FIRST, MANY)
     to2 = q_tiles[2].index(0).slice(FIRST, MANY)
-    x0 = _queries(q, to0, FIRST, 0, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    x1 = _queries(q, to1, FIRST, HALF, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    x2 = _queries(q, to2, FIRST, 2 * HALF, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
+    x2 = _queries(q, to2, FIRST, 2 * HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
+    x0 = _queries(q, to0, FIRST, 0, heads, q_row, q_head, UNIT, GROUP, TOKENS)
+    x1 = _queries(q, to1, FIRST, HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
     e = gl.full([MANY], 127, gl.int32, gl.SliceLayout(1, x0.type.layout))
     if q.dtype.element_ty != gl.float16:
         most = gl.maximum(gl.max(magnitude(x0), 1), gl.max(magnitude(x1), 1))

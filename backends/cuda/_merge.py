@@ -17,12 +17,15 @@ from hal.backends.cuda._split import merged, notes
 from hal.triton import launch
 from hal.triton.plans import Step, length
 
-MERGERS = 1024
-"""Programs, at most: about one wave, since mostly there is nothing to merge."""
+MERGERS = 4096
+"""Warps, at most: about one wave, since mostly there is nothing to merge."""
 AT_ONCE = 4096
-"""Elements of parts that a program reads at once: what registers are for."""
+"""Elements of parts that a program of four warps reads at once: what registers are for."""
 FEW_MERGED = 4
-"""Requests that may have so many parts each that more programs share them: fewer elements, more parts at once."""
+"""Requests that have programs of their own, however many a request takes."""
+WIDE = ((64, 64, 2, 128), (128, 16, 1, 512), (512, 4, 2, 2**31))
+"""(elements of a line, parts read at once, warps, up to so many lines) of 512 elements: the fewer lines, the more parts
+each may have, and the more programs share it. As measured: docs/performance.md."""
 
 
 @triton.jit
@@ -35,11 +38,18 @@ def _leader(tokens, t, mask, TOKENS: tl.constexpr):
         return t, 0
 
 
+@triton.jit
+def column(d):
+    """Of which column element d of a part is, where pairs of 16 have changed places as `wgmma` leaves them: 0 1 8 9 2
+    3 10 11 4 5 12 13 6 7 14 15."""
+    return (d & ~14) | ((d & 2) << 2) | ((d & 12) >> 1)
+
+
 @launch.jit(do_not_specialize=("tokens", "part_lse", "lse", "out_row", "out_head", "n", "programs"))
 def merge_kernel(
     tokens, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
     Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
     manieth request a program. Of query tokens in tiles of up to TOKENS, of each token; else `tokens` is not read."""
@@ -69,7 +79,7 @@ def merge_kernel(
                         part, part_lse, before, 1, parts, behind * Q_HEADS + own, each, d, own >= 0, Q_HEADS * TOKENS,
                         DV,
                     )  # fmt: skip
-                    to = out + row * out_row + head * out_head + d[None, None, :]
+                    to = out + row * out_row + head * out_head + (column(d) if PAIRED else d)[None, None, :]
                     tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
                     if LSE:
                         tl.store(lse + row * Q_HEADS + own[:, None], sums * LN2, line < Q_HEADS)
@@ -78,19 +88,25 @@ def merge_kernel(
 def steps(
     run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[str, int, int], tokens: object = None
 ) -> Iterator[Step]:
-    """What merges the parts that `run` leaves: of requests in a form for few and one for more, of tokens in one."""
+    """What merges the parts that `run` leaves, in a form that follows from how many lines there are: of a request, or
+    query token, and head each."""
     heads, grouped = run.static["Q_HEADS"], run.static.get("TOKENS", 1)
-    pad = max(16, next_power_of_2(v_dim))
-    few = min(pad, max(64, 4 * next_power_of_2(heads))) if v_dim == 512 else pad
-    forms = (
-        (few, 16 if few == pad else AT_ONCE // few, -1, FEW_MERGED),
-        (pad, min(16, AT_ONCE // pad), FEW_MERGED, 2**31),
-    )
-    for piece, rows, low, high in forms if tokens is None else ((pad, 16, -1, 2**31),):
+    paired = run.static.get("PAIRED", False)
+    low = -1
+    for piece, rows, warps, most in _forms(v_dim):
+        high = max(most // heads, low)
         merge = merge_kernel.bind(
-            Q_HEADS=heads, TOKENS=grouped, DV=v_dim, PIECE=piece, ROWS=rows, num_warps=4,
+            Q_HEADS=heads, TOKENS=grouped, DV=v_dim, PIECE=piece, ROWS=rows, PAIRED=paired, num_warps=warps,
             **{name: run.static[name] for name in ("LSE", "PDL", "launch_pdl")},
         )  # fmt: skip
         lines = heads * -(-v_dim // piece)
-        grid = length("q").at_most(max(FEW_MERGED, MERGERS // lines)).times(lines)
+        grid = length("q").at_most(max(FEW_MERGED, MERGERS // warps // lines)).times(lines)
         yield Step(merge, grid, (tokens if grouped > 1 else None, *args), (some, ("q", low, high)))
+        low = high
+
+
+def _forms(v_dim: int) -> tuple[tuple[int, int, int, int], ...]:
+    if v_dim == 512:
+        return WIDE
+    pad = max(16, next_power_of_2(v_dim))
+    return ((pad, min(16, AT_ONCE // pad), 4, 2**31),)

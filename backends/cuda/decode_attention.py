@@ -243,6 +243,7 @@ def _plan(
             V_KIND=scale_kind(v_scale),
             TOKENS=1,
             MAP=by_boxes(k_cache, kc[0], group),
+            PAIRED=not fp8,  # over fp8 registers are too short
             num_warps=4,
         )
     elif lanes:
@@ -279,7 +280,7 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
 def by_boxes(k_cache: Tensor, row: int, group: int) -> bool:
     """Whether the kernel for Hopper has the copy engine fetch 64 rows whose slots follow each other: rows of 16 bits of
     the only key head, `row` elements apart, which is as far as a map of them can say; and more query heads than one
-    program takes. Of fewer, memory is what takes the time, and looking for such slots would be 1 % more."""
+    program takes. Of fewer, memory is what takes the time, and looking for such slots would be up to 2 % more."""
     apart = k_cache.shape[-1] <= row < 2**38
     return k_cache.dtype.itemsize == 2 and k_cache.shape[-2] == 1 and apart and group > 64
 

@@ -16,10 +16,8 @@ Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep di
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
+from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row
 from hal.triton import launch
 
@@ -42,137 +41,26 @@ token_of = gluon.jit(_split.token_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
 without = gluon.jit(_attention.without.fn)
 
-HALF = gl.constexpr(256)
-"""Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""
 DIMS = (576, 512)
 """The head_dim and v_head_dim that the kernel is for: two halves, and a rotated part of 64."""
-KEYS = gl.constexpr(64)
-"""Keys of a tile."""
-BOX = gl.constexpr(64)
-"""Columns of a row that the copy engine puts side by side: 128 bytes."""
 ROWS_MAP = launch.Map(
     "map", of="k_cache", rows="num_slots", stride="kc_page", unit="UNIT", columns=DIMS[0], box=(64, 64), when="MAP"
 )
 """Of a cache's rows, all of one key head."""
+PARTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+"""Of sums whose pairs of columns have changed places: what a thread has of them by `wgmma`, four side by side."""
 REGISTERS = gl.constexpr(208)
 """Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
 FP8_REGISTERS = gl.constexpr(200)
 """The same over fp8: rows under way to being widened are in registers."""
-
-
-@gluon.jit
-def _queries(to, q, head, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
-    """Queries into a tile; by pieces, for want of registers."""
-    D: gl.constexpr = to.shape[1]
-    PIECE: gl.constexpr = 16
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    for i in gl.static_range(0, ROWS, PIECE):
-        r = i + gl.arange(0, PIECE, gl.SliceLayout(1, ROW))
-        at = q + ((row_at(head + r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
-        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), at, (r < heads)[:, None])
-
-
-@gluon.jit
-def _copy(to, base, rows, whole, UNIT: gl.constexpr):
-    """Rows, which begin at so many UNITs, into a tile; zeros for those that begin below 0, if not `whole`."""
-    D: gl.constexpr = to.shape[1]
-    EACH: gl.constexpr = KEYS * D // 256 // gl.num_warps()
-    ROW: gl.constexpr = gl.BlockedLayout([EACH, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    d = base + gl.arange(0, D, gl.SliceLayout(0, ROW))
-    at = (rows.load(gl.SliceLayout(1, ROW)) * UNIT)[:, None]
-    if whole:
-        async_copy.async_copy_global_to_shared(to, d[None, :] + at)
-    else:
-        async_copy.async_copy_global_to_shared(to, d[None, :] + gl.maximum(at, 0), at >= 0)
-
-
-@gluon.jit
-def _by_rows(
-    W: gl.constexpr, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT: gl.constexpr, MAP: gl.constexpr
-):
-    """The rows of slots into buffer W: first the half that its own group sums, then the other and the rest."""
-    whole = gl.min(ok.to(gl.int32), 0) != 0
-    rows.index(W).store(gl.where(ok, slot, -1).to(gl.int64) * stride)
-    gl.thread_barrier()
-    for i in gl.static_range(2):
-        mbarrier.wait(empty.index(2 * W + i), free)
-        if i == 0:
-            there.index(W).store(ok.to(gl.int8))
-        _copy(k[(W + i) % 2].index(W), cache + (W + i) % 2 * HALF, rows.index(W), whole, UNIT)
-        if i == 1:
-            _copy(k[2].index(W), cache + 2 * HALF, rows.index(W), whole, UNIT)
-        async_copy.mbarrier_arrive(full.index(2 * W + i), increment_count=False)
-        if MAP:
-            mbarrier.arrive(full.index(2 * W + i))  # in place of who asks for boxes
-
-
-@gluon.jit
-def _by_boxes(W: gl.constexpr, map, begin, ok, tiles, there, full, empty, free):
-    """The same of slots that follow each other from `begin` on: boxes of rows, by the copy engine."""
-    EACH: gl.constexpr = HALF // BOX
-    for i in gl.static_range(2):
-        mbarrier.wait(empty.index(2 * W + i), free)
-        if i == 0:
-            there.index(W).store(ok.to(gl.int8))
-        mbarrier.expect(full.index(2 * W + i), KEYS * (HALF + i * BOX) * 2)
-        for c in gl.static_range(EACH):
-            to = tiles.index((2 * ((W + i) % 2) + W) * EACH + c)
-            at = [begin, (W + i) % 2 * HALF + c * BOX]
-            tma.async_copy_global_to_shared(map, at, full.index(2 * W + i), to)
-        if i == 1:
-            tma.async_copy_global_to_shared(map, [begin, 2 * HALF], full.index(2 * W + i), tiles.index(4 * EACH + W))
-        async_copy.mbarrier_arrive(full.index(2 * W + i), increment_count=False)  # as those do who copy rows
-
-
-@gluon.jit
-def _fetch_tile(
-    W: gl.constexpr, cache, map, begin, slot, k, tiles, there, rows, full, empty, free, stride, num_slots,
-    UNIT: gl.constexpr, MAP: gl.constexpr,
-):  # fmt: skip
-    """The rows of slots, the first of which is `begin`, into buffer W."""
-    ok = (slot >= 0) & (slot < num_slots)
-    if MAP:
-        n = gl.arange(0, KEYS, slot.type.layout)
-        if gl.min((ok & (slot - n == begin)).to(gl.int32), 0) != 0:
-            _by_boxes(W, map, begin.to(gl.int32), ok, tiles, there, full, empty, free)
-        else:
-            _by_rows(W, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT, MAP)
-    else:
-        _by_rows(W, cache, slot, ok, k, there, rows, full, empty, free, stride, UNIT, MAP)
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(2 * W + 1))  # for `there`, which no asynchronous copy writes
-
-
-@gluon.jit
-def _fetch(
-    q, cache, map, slots, head, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
-    q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
-):  # fmt: skip
-    """The queries, then the rows of entries [low, high), tile by tile; slots are read a tile ahead."""
-    # With a map each warp looks at all slots of a tile, so that none waits for another.
-    SLOTS: gl.constexpr = gl.BlockedLayout([KEYS // 32 if MAP else 1], [32], [gl.num_warps()], [0])
-    each = low + gl.arange(0, KEYS, SLOTS)
-    slot = gl.load(slots + each, each < high, other=-1)
-    first = gl.load(slots + low, low < high, other=-1)
-    for i in gl.static_range(3):
-        _queries(q_tiles[i].index(0), q + i * HALF, head, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    async_copy.mbarrier_arrive(q_full, increment_count=False)
-    free = 1
-    for t in range(0, tiles, 2):
-        for w in gl.static_range(2):
-            if t + w < tiles:
-                now, begin = slot, first
-                each += KEYS
-                slot = gl.load(slots + each, each < high, other=-1)
-                if MAP:
-                    j = low + (t + w + 1) * KEYS
-                    first = gl.load(slots + j, j < high, other=-1)
-                _fetch_tile(
-                    w, cache, map, begin, now, k, all, there, rows, full, empty, free, stride, num_slots, UNIT, MAP
-                )
-        free ^= 1
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -237,9 +125,7 @@ def _begin_theirs(PART: gl.constexpr, acc, top, total, k, tops, p_full, ready, b
 
 
 @gluon.jit
-def _leave(
-    way, acc, out, head, heads, out_row, out_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
-):
+def _leave(way, acc, out, heads, out_row, out_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
     """Sums, by way of the queries' tile, which nobody reads any more: so they leave in rows of whole sectors."""
     D: gl.constexpr = way.shape[1]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
@@ -247,15 +133,28 @@ def _leave(
     way.store(acc.to(way.dtype))
     r = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    at = out + (row_at(head + r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d)
+    at = out + (row_at(r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d)
     gl.store(at, way.load(ROW), (r < heads)[:, None])
 
 
 @gluon.jit
+def _leave_part(acc, part, heads, PAIRED: gl.constexpr):
+    """Sums, for the merge: by 8 bytes a thread, or 16, for which pairs of columns change places (`_merge.column`)."""
+    LAYOUT: gl.constexpr = PARTS if PAIRED else acc.type.layout
+    if PAIRED:
+        acc = acc.reshape([ROWS, HALF // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, HALF])
+        acc = gl.convert_layout(acc, PARTS)
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(part + (r[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
+
+
+@gluon.jit
 def _work(
-    PART: gl.constexpr, q, out, lse, part, part_lse, line, at, head, heads, alone, low, high, first, tiles, q_tiles, k,
-    there, tops, totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
-    out_head, LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+    totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head,
+    LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -269,7 +168,7 @@ def _work(
     if FP8:
         FIRST: gl.constexpr = PART * ROWS // 2
         own = exponents.slice(FIRST, ROWS // 2)
-        scale_queries(q, q_tiles, own, FIRST, head, heads, q_row, q_head, sign, UNIT, GROUP, TOKENS)
+        scale_queries(q, q_tiles, own, FIRST, heads, q_row, q_head, sign, UNIT, GROUP, TOKENS)
         gl.thread_barrier()
         mbarrier.arrive(q_full)
     mbarrier.wait(q_full, 0)
@@ -321,13 +220,6 @@ def _work(
     total += totals.index(1 - PART).load(ROW)
     some = total != 0.0
     whole = gl.where(some, total, 1.0)
-    acc = _shrunk(acc, v_factor / whole)
-    if alone:
-        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, head, heads, out_row, out_head, UNIT, GROUP, TOKENS)
-    else:
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-        d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))[None, :]
-        gl.store(part + ((line + head + r)[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
     if PART == 0:
         r = gl.arange(0, ROWS, ROW)
         logs = top * by + gl.log2(whole)
@@ -336,9 +228,14 @@ def _work(
         logs = gl.where(some, logs, ABSENT)
         if alone:
             if LSE:
-                gl.store(lse + (at + head + r), logs * LN2, r < heads)
+                gl.store(lse + r, logs * LN2, r < heads)
         else:
-            gl.store(part_lse + (line + head + r), logs, r < heads)
+            gl.store(part_lse + r, logs, r < heads)
+    acc = _shrunk(acc, v_factor / whole)
+    if alone:
+        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
+    else:
+        _leave_part(acc, part + PART * HALF, heads, PAIRED)
 
 
 @launch.jit(
@@ -357,21 +254,8 @@ def decode_attention_hopper_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
     K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    block = gl.program_id(0) % BLOCKS
-    c = gl.program_id(0) // BLOCKS
-    few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
-    many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
-    if programs == 1:
-        chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
-    elif bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
-    else:
-        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
-
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
@@ -401,6 +285,28 @@ def decode_attention_hopper_kernel(
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
+    mbarrier.init(q_full, count=2 if FP8 else 128)
+    mbarrier.init(done, count=2)
+    for w in gl.static_range(2):
+        mbarrier.init(p_full.index(w), count=1)
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
+            mbarrier.init(empty.index(2 * w + i), count=1)
+
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = gl.program_id(0) % BLOCKS
+    c = gl.program_id(0) // BLOCKS
+    few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
+    many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
+    if programs == 1:
+        chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
+    elif bs <= FEW:
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+    else:
+        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
         note(part_lse, request, c, before, parts, bs, programs, Q_HEADS * TOKENS)
@@ -413,7 +319,13 @@ def decode_attention_hopper_kernel(
         if TOKENS > 1:
             heads, first = tile_of(kv_indptr, request, GROUP)
         row = request.to(gl.int64)
-        line = c.to(gl.int64) * (Q_HEADS * TOKENS)
+        line = c.to(gl.int64) * (Q_HEADS * TOKENS) + head
+        q += (row * q_row + head * q_head) * UNIT
+        out += (row * out_row + head * out_head) * UNIT
+        if LSE:
+            lse += row * Q_HEADS + head
+        part += line * (2 * HALF)
+        part_lse += line
         alone = parts == 1
         by = scale * factor(k_scale, K_KIND)
         v_factor = factor(v_scale, V_KIND)
@@ -424,31 +336,21 @@ def decode_attention_hopper_kernel(
             by = gl.abs(by)
         else:
             by = positive(by) * LOG2E
-        mbarrier.init(q_full, count=2 if FP8 else 128)
-        mbarrier.init(done, count=2)
-        for w in gl.static_range(2):
-            mbarrier.init(p_full.index(w), count=1)
-            for i in gl.static_range(2):
-                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
-                mbarrier.init(empty.index(2 * w + i), count=1)
         gl.warp_specialize(
             [
-                (fetch_latent if FP8 else _fetch, (
-                    q + row * q_row * UNIT, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, head, heads,
-                    low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row, q_head, kc_page,
-                    num_slots, UNIT, GROUP, TOKENS, MAP,
+                (fetch_latent if FP8 else fetch_rows, (
+                    q, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, heads, low, high, tiles, q_tiles, k,
+                    all, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT, GROUP, TOKENS, MAP,
                 )),
                 (_work, (
-                    0, q + row * q_row * UNIT, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS,
-                    head, heads, alone, low, high, first, tiles, q_tiles, k, there, tops, totals, exponents, q_full,
-                    full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8,
-                    GROUP, TOKENS,
+                    0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+                    totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
+                    out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
                 )),
                 (_work, (
-                    1, q + row * q_row * UNIT, out + row * out_row * UNIT, lse, part, part_lse, line, row * Q_HEADS,
-                    head, heads, alone, low, high, first, tiles, q_tiles, k, there, tops, totals, exponents, q_full,
-                    full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8,
-                    GROUP, TOKENS,
+                    1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+                    totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
+                    out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
                 )),
             ],
             [4, 4],

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import serialized
 
 from hal.ops import get_spec
 from hal.ops.proofs.judge import right_any
@@ -177,14 +179,15 @@ def test_no_form_spills(form: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize("form", LATENT[: 2 if os.environ.get("CI_ALL") else 1], ids=str)
-def test_no_form_of_latent_rows_spills(form: dict[str, Any]) -> None:
+def test_no_form_of_latent_rows_spills_or_has_its_products_serialized(form: dict[str, Any], tmp_path: Path) -> None:
     from hal.backends.cuda import inspect
 
     with inspect.record() as calls:
         inspect.launcher("decode_attention")(**made(**MLA | form))
     assert calls[0][0].kernel.name == "decode_attention_hopper_kernel"
-    cubin = inspect.compile_call(calls[0], 90).asm["cubin"]
-    _, spills, shared = inspect.resources(cubin)
+    compiled = inspect.compile_call(calls[0], 90)
+    _, spills, shared = inspect.resources(compiled.asm["cubin"])
     assert spills == 0
     assert shared <= 232_448
-    assert inspect.widest_load(inspect.sass(cubin)) == 128
+    assert inspect.widest_load(inspect.sass(compiled.asm["cubin"])) == 128
+    assert not serialized(compiled.asm["ptx"], tmp_path)

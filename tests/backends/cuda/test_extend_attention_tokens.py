@@ -6,10 +6,12 @@ Compiled: that the Gluon kernel of tiles of tokens doesn't spill. On Hopper (``c
 
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import serialized
 
 from hal._remote.target import DirectTarget
 from hal.conformance.execute import execute
@@ -148,13 +150,15 @@ def test_taken_on_hopper_alone() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
 @pytest.mark.parametrize("heads", [16, *([20, 128] if os.environ.get("CI_ALL") else [])])
-def test_no_form_spills(heads: int) -> None:
+def test_no_form_spills_or_has_its_products_serialized(heads: int, tmp_path: Path) -> None:
     from hal.backends.cuda import inspect
 
     with inspect.record() as calls:
         inspect.launcher("extend_attention")(**made(q_heads=heads))
     found = next(call for call in calls if call[0].kernel.name == "decode_attention_hopper_kernel")
     assert found[0].static["TOKENS"] == max(64 // heads, 1)
-    _, spills, shared = inspect.resources(inspect.compile_call(found, 90).asm["cubin"])
+    compiled = inspect.compile_call(found, 90)
+    _, spills, shared = inspect.resources(compiled.asm["cubin"])
     assert spills == 0
     assert shared <= 232_448
+    assert not serialized(compiled.asm["ptx"], tmp_path)

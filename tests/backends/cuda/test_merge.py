@@ -30,9 +30,18 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dv", "piece", "apart"), [(4, 16, 16, 1), (3, 40, 64, 2), (4, 40, 16, 30), (1, 40, 16, 1)], ids=str
+    ("tokens", "dv", "piece", "apart", "paired"),
+    [
+        (4, 16, 16, 1, False),
+        (3, 40, 64, 2, False),
+        (4, 40, 16, 30, False),
+        (1, 40, 16, 1, False),
+        (1, 64, 32, 1, True),
+        (3, 64, 64, 2, True),
+    ],
+    ids=str,
 )
-def test_right(tokens: int, dv: int, piece: int, apart: int) -> None:
+def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> None:
     """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several."""
     rng = torch.Generator().manual_seed(tokens)
     tiles = [(min(rows, tokens), parts) for rows, parts in TILES]
@@ -60,7 +69,10 @@ def test_right(tokens: int, dv: int, piece: int, apart: int) -> None:
                 want[t + row], want_lse[t + row] = expected(part[some, row], sums[some, row])
         before, t = before + parts, t + rows
     assert before <= n + PROGRAMS
-    run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, PIECE=piece, LSE=True, ROWS=4, PDL=False)
+    if paired:  # as `wgmma` leaves a row: columns 0 1 and 8 9 of each 16 side by side, then 2 3 and 10 11
+        part = part.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
+    form = {"PIECE": piece, "ROWS": 4, "PAIRED": paired}
+    run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
     given = None if tokens == 1 else found.view(torch.float32)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
     run.start(grid, given, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
