@@ -23,13 +23,6 @@ def _begin(slot, num_slots, stride):
 
 
 @gluon.jit
-def _slots(slots, j, high, N: gl.constexpr):
-    """Of a tile's entries from j on; -1 from `high` on."""
-    each = j + gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    return gl.load(slots + each, each < high, other=-1)
-
-
-@gluon.jit
 def fetch_latent(
     q, cache, map, slots, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
     q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
@@ -44,9 +37,11 @@ def fetch_latent(
     REST: gl.constexpr = k[2].shape[2] // WORD
     KIND: gl.constexpr = cache.dtype.element_ty
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    at, ok = _begin(_slots(slots, low, high, N), num_slots, stride)
+    each = low + gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    at, ok = _begin(gl.load(slots + each, each < high, other=-1), num_slots, stride)
     rows.index(0).store(at)
-    slot = _slots(slots, low + N, high, N)
+    each += N
+    slot = gl.load(slots + each, each < high, other=-1)
     a = _half(words, rows.index(0), 0, UNIT, W)
     b = _half(words, rows.index(0), N // 2, UNIT, W)
     free = 1
@@ -67,7 +62,8 @@ def fetch_latent(
                 mbarrier.arrive(full.index(2 * w))
                 at, ok = _begin(slot, num_slots, stride)
                 rows.index(1 - w).store(at)
-                slot = _slots(slots, low + (t + w + 2) * N, high, N)
+                each += N
+                slot = gl.load(slots + each, each < high, other=-1)
                 a = _half(half, rows.index(1 - w), 0, UNIT, W)
                 mbarrier.wait(empty.index(2 * w + 1), free)
                 _put(other, 0, c, KIND)

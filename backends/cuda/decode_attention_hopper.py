@@ -285,14 +285,6 @@ def decode_attention_hopper_kernel(
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
-    mbarrier.init(q_full, count=2 if FP8 else 128)
-    mbarrier.init(done, count=2)
-    for w in gl.static_range(2):
-        mbarrier.init(p_full.index(w), count=1)
-        for i in gl.static_range(2):
-            mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
-            mbarrier.init(empty.index(2 * w + i), count=1)
-
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -336,6 +328,13 @@ def decode_attention_hopper_kernel(
             by = gl.abs(by)
         else:
             by = positive(by) * LOG2E
+        mbarrier.init(q_full, count=2 if FP8 else 128)
+        mbarrier.init(done, count=2)
+        for w in gl.static_range(2):
+            mbarrier.init(p_full.index(w), count=1)
+            for i in gl.static_range(2):
+                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
+                mbarrier.init(empty.index(2 * w + i), count=1)
         gl.warp_specialize(
             [
                 (fetch_latent if FP8 else fetch_rows, (
