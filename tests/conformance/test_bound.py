@@ -56,6 +56,32 @@ def test_half_an_ulp_and_the_slack_and_no_more(dtype: torch.dtype) -> None:
         assert bool(right_any(high, wanted(truth, slack)).all())
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8])
+def test_headroom_is_at_most_one_where_a_result_is_right_and_at_least_one_where_it_is_wrong(dtype: torch.dtype) -> None:
+    """Also where slack reaches over a power of two, past which an ulp is another one, and over zero."""
+    edge = torch.ldexp(torch.tensor(1.0, dtype=torch.float64), torch.randint(-3, 4, (400,)))
+    ulp = edge * torch.finfo(dtype).eps
+    truth = (edge + (torch.rand(400, dtype=torch.float64) - 0.5) * 8 * ulp) * torch.tensor([1.0, -1.0]).repeat(200)
+    seen = set()
+    for slack in (0 * ulp, ulp * torch.rand(400, dtype=torch.float64) * 4, truth.abs() * 2):
+        near = rounded(truth, dtype).double()
+        for steps in torch.arange(-6, 6.5, 0.5).tolist():
+            got = rounded(near + steps * ulp, dtype)
+            for i, ok in enumerate(right_any(got, wanted(truth, slack)).tolist()):
+                room = round(headroom(got[i : i + 1], wanted(truth[i : i + 1], slack[i : i + 1])), 6)
+                assert room <= 1 if ok else room >= 1, (truth[i], slack[i], got[i], ok, room)
+                seen.add((ok, room > 1))
+    assert seen >= {(True, False), (False, True)}
+
+
+def test_a_right_result_past_a_power_of_two_is_within_the_bound() -> None:
+    truth = torch.tensor([1 - 2.0**-10], dtype=torch.float64)
+    got = torch.tensor([1 + 2.0**-7]).bfloat16()
+    want = wanted(truth, 1.3 * 2.0**-8)
+    assert bool(right_any(got, want))
+    assert 0.97 < headroom(got, want) < 0.98
+
+
 def test_double_rounding_is_seen() -> None:
     """Rounding to fp16 on the way to bf16 goes wrong on ties that fp16 makes; one rounding never does."""
     x = torch.randn(20_000, dtype=torch.float64)

@@ -149,7 +149,10 @@ def right_any(out: Tensor, want: Want) -> Tensor:
 
 
 def headroom(out: Tensor, want: Want) -> float:
-    """The largest error in units of the bound (half an ulp at the truth, plus slack); 0 for exact results."""
+    """The largest error in units of the bound; 0 for exact results.
+
+    The bound is slack, plus half an ulp there where the slack ends, as `right` rounds the end and not the truth.
+    """
     worst = 0.0
     floats = [c for c in want.candidates if c.slack is not None]
     if not floats or not bool(want.named.any()):
@@ -159,7 +162,8 @@ def headroom(out: Tensor, want: Want) -> float:
     for c in floats:
         assert c.slack is not None
         value = c.value.clamp(-largest(out.dtype), largest(out.dtype)) if out.dtype in FP8 else c.value
-        ratio = (got - value).abs() / (half_ulp(value, out.dtype) + c.slack)
+        error = got - value
+        ratio = error.abs() / (half_ulp(value + error.sign() * c.slack, out.dtype) + c.slack)
         usable = torch.isfinite(value) & torch.isfinite(got)
         best = torch.minimum(best, torch.where(usable, ratio, torch.zeros_like(ratio)))
     return float(best[want.named].max())
