@@ -5,10 +5,9 @@ Twelve warps in three roles. One group fetches tiles of 64 rows into two buffers
 the group whose buffer it is makes the logits of a tile and their softmax, and leaves the weights where the rotated part
 of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
-softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart. Where more
-than one program reads a row, 64 of them whose slots follow each other come by the copy engine, as in caches by pages;
-others are copied one by one. Which keys are a program's is as in `decode_attention_kernel`; another launch merges the
-parts. Rows of fp8: `_fetch_latent.py`.
+softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart: how rows of 16
+bits come is in `_fetch_rows.py`, of fp8 in `_fetch_latent.py`. Which keys are a program's is as in
+`decode_attention_kernel`; another launch merges the parts.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
@@ -238,6 +237,18 @@ def _work(
         _leave_part(acc, part + PART * HALF, heads, PAIRED)
 
 
+@gluon.jit
+def _init_barriers(q_full, done, full, empty, p_full, FP8: gl.constexpr, MAP: gl.constexpr):
+    """The program's barriers: how many arrive at each."""
+    mbarrier.init(q_full, count=2 if FP8 else 128)
+    mbarrier.init(done, count=2)
+    for w in gl.static_range(2):
+        mbarrier.init(p_full.index(w), count=1)
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
+            mbarrier.init(empty.index(2 * w + i), count=1)
+
+
 @launch.jit(
     gluon=True,
     map=ROWS_MAP,
@@ -285,6 +296,8 @@ def decode_attention_hopper_kernel(
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
+    if not FP8:  # before waiting for the kernel before; over fp8 a register of who fetches would be put aside
+        _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -328,13 +341,8 @@ def decode_attention_hopper_kernel(
             by = gl.abs(by)
         else:
             by = positive(by) * LOG2E
-        mbarrier.init(q_full, count=2 if FP8 else 128)
-        mbarrier.init(done, count=2)
-        for w in gl.static_range(2):
-            mbarrier.init(p_full.index(w), count=1)
-            for i in gl.static_range(2):
-                mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
-                mbarrier.init(empty.index(2 * w + i), count=1)
+        if FP8:
+            _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
         gl.warp_specialize(
             [
                 (fetch_latent if FP8 else fetch_rows, (
