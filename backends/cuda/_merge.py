@@ -5,7 +5,7 @@ Of a tile of query tokens (`_tokens.py`) who leads it is noted, and a line of a 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,15 +17,33 @@ from hal.backends.cuda._split import merged, notes
 from hal.triton import launch
 from hal.triton.plans import Step, length
 
-MERGERS = 4096
-"""Warps, at most: about one wave, since mostly there is nothing to merge."""
-AT_ONCE = 4096
-"""Elements of parts that a program of four warps reads at once: what registers are for."""
 FEW_MERGED = 4
 """Requests that have programs of their own, however many a request takes."""
-WIDE = ((64, 64, 2, 128), (128, 16, 1, 512), (512, 4, 2, 2**31))
-"""(elements of a line, parts read at once, warps, up to so many lines) of 512 elements: the fewer lines, the more parts
-each may have, and the more programs share it. As measured: docs/performance.md."""
+
+
+class Form(NamedTuple):
+    """How the launch merges. The fewer lines there are, of a request, or query token, and head each, the more parts
+    each may have, and the more programs share it. As measured: docs/performance.md."""
+
+    piece: int
+    """Elements of a line that are a program's."""
+    rows: int
+    """Parts read at once."""
+    warps: int
+    lines: int
+    """The form is for up to so many."""
+    programs: int
+    """At most, about one wave: mostly there is nothing to merge."""
+
+
+ANY = 2**31
+"""More lines than there are."""
+AT_ONCE = 512
+"""Elements of parts that a program of one warp reads at once, where it has whole lines."""
+WIDE = (Form(64, 64, 2, 128, 2048), Form(128, 16, 1, 512, 4096), Form(512, 4, 2, ANY, 2048))
+"""Of lines of 512 elements, MLA's."""
+FEW = Form(32, 32, 1, 256, 1024)
+"""Of shorter ones."""
 
 
 @triton.jit
@@ -49,13 +67,18 @@ def column(d):
 def merge_kernel(
     tokens, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
     Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
-    ROWS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
-    manieth request a program. Of query tokens in tiles of up to TOKENS, of each token; else `tokens` is not read."""
+    manieth request a program. Of query tokens in tiles of up to TOKENS, of each token; else `tokens` is not read.
+    EARLY: the next kernel may begin while parts are still made. Where those who make them share multiprocessors, its
+    programs would crowd where the first of these end."""
     if PDL:
-        gdc_launch_dependents()
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
     LINES: tl.constexpr = Q_HEADS * ((DV + PIECE - 1) // PIECE)
     line = tl.program_id(0) % LINES
     head = line % Q_HEADS
@@ -91,22 +114,21 @@ def steps(
     """What merges the parts that `run` leaves, in a form that follows from how many lines there are: of a request, or
     query token, and head each."""
     heads, grouped = run.static["Q_HEADS"], run.static.get("TOKENS", 1)
-    paired = run.static.get("PAIRED", False)
+    same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "PDL", "launch_pdl")}
+    same |= {"TOKENS": grouped, "DV": v_dim, "PAIRED": run.static.get("PAIRED", False), "EARLY": v_dim == 512}
     low = -1
-    for piece, rows, warps, most in _forms(v_dim):
-        high = max(most // heads, low)
-        merge = merge_kernel.bind(
-            Q_HEADS=heads, TOKENS=grouped, DV=v_dim, PIECE=piece, ROWS=rows, PAIRED=paired, num_warps=warps,
-            **{name: run.static[name] for name in ("LSE", "PDL", "launch_pdl")},
-        )  # fmt: skip
-        lines = heads * -(-v_dim // piece)
-        grid = length("q").at_most(max(FEW_MERGED, MERGERS // warps // lines)).times(lines)
+    for form in _forms(v_dim):
+        high = max(form.lines // heads, low)
+        merge = merge_kernel.bind(**same, PIECE=form.piece, ROWS=form.rows, num_warps=form.warps)
+        lines = heads * -(-v_dim // form.piece)
+        grid = length("q").at_most(max(FEW_MERGED, form.programs // lines)).times(lines)
         yield Step(merge, grid, (tokens if grouped > 1 else None, *args), (some, ("q", low, high)))
         low = high
 
 
-def _forms(v_dim: int) -> tuple[tuple[int, int, int, int], ...]:
+def _forms(v_dim: int) -> tuple[Form, ...]:
     if v_dim == 512:
         return WIDE
     pad = max(16, next_power_of_2(v_dim))
-    return ((pad, min(16, AT_ONCE // pad), 4, 2**31),)
+    whole = Form(pad, max(1, min(16, AT_ONCE // pad)), 1, ANY, 1024)
+    return (whole,) if v_dim % FEW.piece else (FEW, whole)

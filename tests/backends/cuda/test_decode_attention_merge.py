@@ -54,26 +54,32 @@ def test_merged_in_levels(module: Any, change: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
-def test_merged_by_a_second_launch(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has twenty requests to look at, more than at once, and of each its own parts."""
+@pytest.mark.parametrize(("bs", "head_dim"), [(20, 64), (60, 64), (20, 80)])
+def test_merged_by_a_second_launch(module: Any, monkeypatch: pytest.MonkeyPatch, bs: int, head_dim: int) -> None:
+    """A program has all requests to look at, more than at once, and of each its own parts, more than at once; by either
+    form, and of lines that are no whole pieces."""
     from hal.backends.cuda import _merge
 
     monkeypatch.setattr(module, "WHOLE", 8)
-    for name, value in {"MERGERS": 1, "FEW_MERGED": 1, "AT_ONCE": 8 * 16}.items():
-        monkeypatch.setattr(_merge, name, value)
+    monkeypatch.setattr(_merge, "FEW_MERGED", 1)
+    monkeypatch.setattr(_merge, "FEW", _merge.FEW._replace(rows=2, programs=1))
+    monkeypatch.setattr(_merge, "AT_ONCE", 2 * 16)
     change = {
-        "bs": 20,
+        "bs": bs,
         "longest": 80,
         "lengths": "ragged",
         "kv_heads": 1,
         "q_heads": 5,
         "dtype": "fp32",
-        "head_dim": 16,
+        "head_dim": head_dim,
+        "slots": 8192,
     }
     args = get_spec("decode_attention").make(**{**LONG, **change})
     wants = get_spec("decode_attention").oracle(args)
     result = module.decode_attention(**args)
-    assert [step.run.kernel.name for plan in module._plans.values() for step in plan.steps][2:] == ["merge_kernel"]
+    steps = [step for plan in module._plans.values() for step in plan.steps][2:]
+    ranges = [("q", -1, 51), ("q", 51, _merge.ANY // 5)] if head_dim == 64 else [("q", -1, _merge.ANY // 5)]
+    assert [(step.run.kernel.name, step.where[1]) for step in steps] == [("merge_kernel", each) for each in ranges]
     assert bool(right_any(result, wants["return"]).all())
     assert bool(right_any(args["lse"], wants["lse"]).all())
 
