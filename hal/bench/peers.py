@@ -77,6 +77,16 @@ def fa3() -> Callable[..., Any] | None:
     return None
 
 
+def vllm_fa3() -> Any:
+    """vLLM's build of FlashAttention 3, a module that has ``flash_attn_varlen_func`` and ``get_scheduler_metadata``, or
+    None where it can't be imported or the device is none for it."""
+    try:
+        module = importlib.import_module("vllm.vllm_flash_attn")
+        return module if module.is_fa_version_supported(3) else None
+    except (ImportError, AttributeError, OSError):
+        return None
+
+
 def _stand_ins(root: Path) -> None:
     def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda f: f

@@ -102,6 +102,56 @@ def test_decode_over_fp8_is_judged_by_float64(tables: Tables) -> None:
     assert rows[1]["gbs"] == 2 * 2 * 20 * 16 / rows[1]["device_us"][bench.OURS] / 1e3
 
 
+class VllmFa3:
+    """Stands in for ``vllm.vllm_flash_attn``: over fp8 its queries are fp8, and so are its weights."""
+
+    def __init__(self, off: float = 1.0) -> None:
+        self.off = off
+        self.planned: list[dict[str, Any]] = []
+
+    def get_scheduler_metadata(self, **about: Any) -> int:
+        self.planned.append(about)
+        return len(self.planned)
+
+    def flash_attn_varlen_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
+        cu_seqlens_q: torch.Tensor, causal: bool, num_splits: int, seqused_k: torch.Tensor, block_table: torch.Tensor,
+        softmax_scale: float, out: torch.Tensor, scheduler_metadata: int, fa_version: int, **scales: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (fa_version, causal, scheduler_metadata > 0) == (3, True, True)
+        assert q.dtype == k.dtype == self.planned[scheduler_metadata - 1]["qkv_dtype"]
+        assert all(torch.equal(x, torch.ones(2, 1, device="cpu")) for x in scales.values())
+        assert sorted(scales) == (["k_descale", "q_descale", "v_descale"] if q.dtype == torch.float8_e4m3fn else [])
+        for i, keys in enumerate(seqused_k.tolist()):
+            mine = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+            k1, v1 = (c.float()[block_table[i].long()].flatten(0, 1)[:keys] for c in (k, v))
+            s = torch.einsum("nhd,jgd->nhj", q.float()[mine], k1) * (softmax_scale * self.off)
+            seen = torch.arange(keys, device="cpu") <= torch.arange(keys - max_seqlen_q, keys, device="cpu")[:, None]
+            p = torch.softmax(s.masked_fill(~seen[:, None], -torch.inf), -1)
+            out[mine] = torch.einsum("nhj,jgd->nhd", p.to(q.dtype).float(), v1).to(out.dtype)
+        return out
+
+
+def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = VllmFa3()
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: module)
+    plain, fp8 = tables["decode_attention"](False)
+    assert {"vllm fa3"} <= set(plain["headroom"])
+    assert not fp8.get("failed")
+    assert set(fp8["device_us"]) == {bench.OURS, "vllm fa3, fp8 queries"}
+    assert set(fp8["headroom"]) == {bench.OURS}
+    assert [p["num_splits"] for p in module.planned] == [32] * 4
+    module.planned.clear()
+    (row,) = tables["extend_attention"](False)
+    assert "vllm fa3" in row["headroom"]
+    assert [p["num_splits"] for p in module.planned] == [1] * 2
+    wrong = VllmFa3(1.5)
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: wrong)
+    plain, fp8 = tables["decode_attention"](False)
+    assert "outside the bound" in plain["failed"]["vllm fa3"]
+    assert "of the norm away" in fp8["failed"]["vllm fa3, fp8 queries"]
+
+
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])
 def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does nothing, one that can't be built, and ours when it is wrong."""
