@@ -71,7 +71,7 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> No
     assert before <= n + PROGRAMS
     if paired:  # as `wgmma` leaves a row: columns 0 1 and 8 9 of each 16 side by side, then 2 3 and 10 11
         part = part.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
-    form = {"PIECE": piece, "ROWS": 4, "PAIRED": paired}
+    form = {"PIECE": piece, "ROWS": 4, "PAIRED": paired, "EARLY": paired}
     run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
     given = None if tokens == 1 else found.view(torch.float32)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
