@@ -13,6 +13,7 @@ Source: Shah et al., FlashAttention-3 (arXiv:2407.08608).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -36,6 +37,7 @@ factor = gluon.jit(_attention.factor.fn)
 lengths = gluon.jit(_attention.lengths.fn)
 positive = gluon.jit(_attention.positive.fn)
 tanh = gluon.jit(_attention.tanh.fn)
+within = gluon.jit(_attention.within.fn)
 without = gluon.jit(_attention.without.fn)
 
 
@@ -45,30 +47,59 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tiles(qo_indptr, b, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, COUNT: gl.constexpr):
-    """(how many tiles, whether there is such a request) of BLOCK requests from b on."""
-    i = b + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
-    return ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(COUNT), i < bs
+def _starts(indptr, i, there, size):
+    """(where each request starts, how many it has), int32."""
+    start = within(gl.load(indptr + i, there, other=0), size)
+    return start, within(gl.load(indptr + i + 1, there, other=0), size) - start
 
 
 @gluon.jit
-def _find(qo_indptr, turn, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, COUNT: gl.constexpr):
-    """(tiles in all, the request of the tile that is `turn` from the last, tiles before that request's), int64.
+def _find_few(qo_indptr, kv_indptr, turn, n, nnz, bs, TOKENS: gl.constexpr, FEW: gl.constexpr):
+    """As `_find`, of no more requests than FEW: all that is asked of them is asked at once, and counted in int32."""
+    i = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    there = i < bs
+    first, news = _starts(qo_indptr, i, there, n)
+    begin, length = _starts(kv_indptr, i, there, nnz)
+    many = (gl.maximum(news, 0) + (TOKENS - 1)) // TOKENS
+    upto = gl.associative_scan(many, 0, _add)
+    every = gl.sum(many)
+    c = every - 1 - turn
+    mine = (upto > c) & (upto - many <= c)
+    before = gl.sum(gl.where(mine, upto - many, 0))
+    first = gl.sum(gl.where(mine, first, 0))
+    news = gl.sum(gl.where(mine, news, 0))
+    begin = gl.sum(gl.where(mine, begin, 0))
+    length = gl.sum(gl.where(mine, length, 0))
+    return every.to(gl.int64), (c - before).to(gl.int64), first, news, begin, length
 
-    COUNT is the type to add in: sums of int32 take fewer instructions.
-    """
-    zero = gl.to_tensor(0).to(COUNT)
+
+@gluon.jit
+def _tiles(qo_indptr, b, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+    """(how many tiles, whether there is such a request) of BLOCK requests from b on."""
+    i = b + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
+    return ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(gl.int64), i < bs
+
+
+@gluon.jit
+def _find(qo_indptr, kv_indptr, turn, n, nnz, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+    """Of the tile that is `turn` from the last: (tiles in all, which of its request's it is, where the request's tokens
+    start, how many, where its entries start, how many)."""
+    zero = gl.to_tensor(0).to(gl.int64)
     every, request, before, base = zero, zero, zero, zero
     for b in range(0, bs, BLOCK):
-        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK, COUNT)
+        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK)
         every += gl.sum(many)
+    c = every - 1 - turn
     for b in range(0, bs, BLOCK):
-        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK, COUNT)
-        mine = (base + gl.associative_scan(many, 0, _add) < every - turn) & there
-        request += gl.sum(mine.to(COUNT))
+        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK)
+        mine = (base + gl.associative_scan(many, 0, _add) <= c) & there
+        request += gl.sum(mine.to(gl.int64))
         before += gl.sum(gl.where(mine, many, 0))
         base += gl.sum(many)
-    return every.to(gl.int64), request.to(gl.int64), before.to(gl.int64)
+    first = entry(qo_indptr, request, n)
+    begin = entry(kv_indptr, request, nnz)
+    news = entry(qo_indptr, request + 1, n) - first
+    return every, c - before, first, news, begin, entry(kv_indptr, request + 1, nnz) - begin
 
 
 @gluon.jit
@@ -130,6 +161,22 @@ def _softmax(
     return p, keep, new, total
 
 
+@gluon.constexpr_function
+def _threads(D, REST):
+    """How many of a group give a tile back: each for itself, as one for all would wait for all. For heads above 128
+    registers are lacking."""
+    return 128 if D <= 128 and not REST else 1
+
+
+@gluon.jit
+def _free(empty, THREADS: gl.constexpr):
+    """A tile of keys or values is given back, by so many threads of a group."""
+    if THREADS > 1:
+        async_copy.mbarrier_arrive(empty, increment_count=False)
+    else:
+        mbarrier.arrive(empty)
+
+
 @gluon.jit
 def _logits(part, stage, q_tiles, k_ring, none, REST: gl.constexpr):
     """Queries times keys, begun."""
@@ -156,6 +203,7 @@ def _multiply(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    THREADS: gl.constexpr = _threads(D, REST)
     dtype: gl.constexpr = v_ring.dtype
     r = PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))
     position = lowest + r // HEADS
@@ -190,7 +238,7 @@ def _multiply(
             s, top, total, there.index(0), _edge(there.index(0), low, inner, full, WINDOW), low, high, position, window,
             by, cap, CAUSAL, WINDOW, CAP, FP8,
         )  # fmt: skip
-        mbarrier.arrive(k_empty.index(0))
+        _free(k_empty.index(0), THREADS)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
         for j in range(low + N, high, N):
             before = stage
@@ -213,9 +261,9 @@ def _multiply(
             p, keep, top, total = _softmax(
                 s, top, total, there.index(stage), edge, j, high, position, window, by, cap, CAUSAL, WINDOW, CAP, FP8
             )
-            mbarrier.arrive(k_empty.index(stage))
+            _free(k_empty.index(stage), THREADS)
             acc = warpgroup_mma_wait(0, [acc_begun])
-            mbarrier.arrive(v_empty.index(before))
+            _free(v_empty.index(before), THREADS)
             acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, SUMS))[:, None]
             weights = gl.convert_layout(p.to(dtype), WEIGHTS)
         mbarrier.wait(v_full.index(stage), phase)
@@ -330,19 +378,19 @@ def extend_attention_hopper_kernel(
     turn = turn.to(gl.int64)
     more = True
     while more:
+        # Fewer requests than FEW have fewer tiles than int32 holds.
         if (bs <= FEW) & (n // TOKENS < 2**31 // FEW - 1):
-            every, request, before = _find(qo_indptr, turn, n, bs, TOKENS, FEW, gl.int32)
+            every, nth, first, news, begin, length = _find_few(
+                qo_indptr, kv_indptr, turn.to(gl.int32), n, nnz, bs, TOKENS, FEW
+            )
         else:
-            every, request, before = _find(qo_indptr, turn, n, bs, TOKENS, BLOCK, gl.int64)
-        mine = every - 1 - turn
+            every, nth, first, news, begin, length = _find(qo_indptr, kv_indptr, turn, n, nnz, bs, TOKENS, BLOCK)
+        mine = turn < every
         turn += around
         more = turn < every
-        if mine >= 0:
-            first = entry(qo_indptr, request, n)
-            news = entry(qo_indptr, request + 1, n) - first
-            begin = entry(kv_indptr, request, nnz)
-            length = gl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
-            token = ((mine - before) * TOKENS).to(gl.int32)
+        if mine:
+            length = gl.maximum(length, 0)
+            token = (nth * TOKENS).to(gl.int32)
             lowest = length - news + token
             low = 0
             high = length
@@ -360,8 +408,8 @@ def extend_attention_hopper_kernel(
             for i in gl.static_range(STAGES):
                 mbarrier.init(k_full.index(i), count=1 if FP8 else 129)
                 mbarrier.init(v_full.index(i), count=1 if FP8 else 128)
-                mbarrier.init(k_empty.index(i), count=2)
-                mbarrier.init(v_empty.index(i), count=2)
+                mbarrier.init(k_empty.index(i), count=2 * _threads(D, REST))
+                mbarrier.init(v_empty.index(i), count=2 * _threads(D, REST))
             gl.warp_specialize(
                 [
                     (fetch_fp8 if FP8 else fetch, (

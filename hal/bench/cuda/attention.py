@@ -242,7 +242,7 @@ class Inputs:
             rows = torch.arange(
                 (i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device=inputs.DEVICE, dtype=torch.int64
             )
-            x = q.double()[rows]
+            x = _rows(q[:, None], rows).double()
             logits = torch.einsum("nhd,jhd->nhj", x, k) * self.scale
             size = torch.einsum("nhd,jhd->nhj", x.abs(), k.abs()).amax(-1) * self.scale
             position = self.keys - (i + 1) * self.new + rows
