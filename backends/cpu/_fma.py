@@ -34,16 +34,33 @@ def width(heads: int) -> int:
     return 4 if heads == 3 else heads
 
 
+def ask(b: Any, cache: Any, p: Any, at: Any, i: Any, asked: Any, begin: Any, end: Any) -> None:
+    """Asks for elements [begin, end) of row i, or of the last of the `asked` rows."""
+    last = b.sub(asked, I64(1))
+    row = b.load(b.gep(at, [b.select(b.icmp_signed("<", i, last), i, last)]))
+    with steps(b, begin, end, 512 // FORMATS[cache.kind].bits) as d:
+        vec.prefetch(b, p, b.add(row, d))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count: Any, heads: Any) -> Any:
-    """``out[i, h] = q[h] . key[i]`` for i < count, a multiple of 16 / width; `q` fp32."""
+def dots(
+    typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count: Any, heads: Any, coming: Any, asked: Any
+) -> Any:  # fmt: skip
+    """``out[i, h] = q[h] . key[i]`` for i < count, a multiple of 16 / width; `q` fp32.
+
+    coming, asked: where the rows are that are asked for meanwhile, as many as there are of these; how many, or 0.
+    """
     g = literal(heads)
     c = width(g)
     each = LANES // c
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out_, q_, dim_, cache_, at_, count_, _ = args
+        out_, q_, dim_, cache_, at_, count_, _, coming_, asked_ = args
+        some = b.icmp_signed(">", asked_, I64(0))
         with steps(b, I64(0), count_, each) as i:
+            with b.if_then(some):
+                for k in range(each):
+                    ask(b, cache, cache_, coming_, b.add(i, I64(k)), asked_, I64(0), dim_)
             rows = [b.gep(cache_, [b.load(b.gep(at_, [b.add(i, I64(k))]))]) for k in range(each)]
             total = [[cgutils.alloca_once_value(b, vec.number(0.0)) for _ in range(g)] for _ in range(each)]
             for one in total:
@@ -60,7 +77,7 @@ def dots(typingctx: Any, out: Any, q: Any, dim: Any, cache: Any, at: Any, count:
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(out, q, n, cache, at, n, heads), codegen
+    return types.void(out, q, n, cache, at, n, heads, coming, n), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -106,14 +123,16 @@ def soften(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def weigh(
-    typingctx: Any, acc: Any, dim: Any, cache: Any, at: Any, p: Any, count: Any, keep: Any, heads: Any
+    typingctx: Any, acc: Any, dim: Any, cache: Any, at: Any, p: Any, count: Any, keep: Any, heads: Any, coming: Any,
+    asked: Any,
 ) -> Any:  # fmt: skip
-    """``acc[h] = keep[h] * acc[h] + sum(p[i, h] * value[i])`` for i < count."""
+    """``acc[h] = keep[h] * acc[h] + sum(p[i, h] * value[i])`` for i < count; coming, asked: as of `dots`."""
     g = literal(heads)
     c = width(g)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        acc_, dim_, cache_, at_, p_, count_, keep_, _ = args
+        acc_, dim_, cache_, at_, p_, count_, keep_, _, coming_, asked_ = args
+        some = b.icmp_signed(">", asked_, I64(0))
         many = 8 if g < 3 else 4
 
         def block(d: Any, lanes: int) -> None:
@@ -125,6 +144,8 @@ def weigh(
                     places.append((cgutils.alloca_once(b, vec.vector()), at0))
                     b.store(b.fmul(vec.read(b, acc_, "fp32", at0), by), places[-1][0])
             with steps(b, I64(0), count_, 1) as i:
+                with b.if_then(some):
+                    ask(b, cache, cache_, coming_, i, asked_, d, b.add(d, I64(LANES * lanes)))
                 row = b.gep(cache_, [b.add(b.load(b.gep(at_, [i])), d)])
                 y = [vec.read(b, row, cache.kind, I64(LANES * w)) for w in range(lanes)]
                 for h in range(g):
@@ -143,7 +164,7 @@ def weigh(
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(acc, n, cache, at, p, n, keep, heads), codegen
+    return types.void(acc, n, cache, at, p, n, keep, heads, coming, n), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -173,20 +194,3 @@ def logsum(total, top):  # type: ignore[no-untyped-def]
     if total == 0.0:
         return np.float32(-np.inf)
     return np.float32(top * math.log(2) + math.log(total))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, count: Any, x_dim: Any, y_dim: Any) -> Any:
-    """Asks for the rows of two caches."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x_, x_at_, y_, y_at_, count_, x_dim_, y_dim_ = args
-        with steps(b, I64(0), count_, 1) as i:
-            for cache, p, at, dim in ((x, x_, x_at_, x_dim_), (y, y_, y_at_, y_dim_)):
-                row = b.load(b.gep(at, [i]))
-                with steps(b, I64(0), dim, 512 // FORMATS[cache.kind].bits) as d:
-                    vec.prefetch(b, p, b.add(row, d))
-        return context.get_dummy_value()
-
-    n = types.int64
-    return types.void(x, x_at, y, y_at, n, n, n), codegen

@@ -23,7 +23,7 @@ from hal.backends.cpu._again import Call, about
 from hal.backends.cpu._amx import begin_tiles, end_tiles, merge_dims, pack_queries, tile_dots, tile_weigh, tile_weights
 from hal.backends.cpu._bits import cast, load, move, shift, store, view
 from hal.backends.cpu._call import FORMAT
-from hal.backends.cpu._fma import LOG2E, dots, fetch, logsum, rescale, soften, weigh
+from hal.backends.cpu._fma import LOG2E, dots, logsum, rescale, soften, weigh
 from hal.backends.cpu._index import get, index
 from hal.backends.cpu._jit import inline, with_tiles
 from hal.backends.cpu._keys import BLOCK, SPREAD, join, list_rows, list_tiles, split
@@ -33,7 +33,7 @@ from hal.backends.cpu._stream import stream
 from hal.backends.cpu._team import take
 from hal.backends.cpu._vector import LANES
 
-NEAR, NEAR_TILES = 32 << 20, 6 << 20
+NEAR, NEAR_TILES = 8 << 20, 6 << 20
 """Bytes of keys and values that are in a cache near enough not to be asked for beforehand."""
 TOGETHER, REREAD = 8, 1 << 16
 """Tokens of a request that read a block of keys one after the other, while it is near; elements of its keys and values
@@ -186,14 +186,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                                 j, high, indices, indices_64, num_slots, page, page_bits, k_page, k_row, v_page, v_row,
                                 there, shift(there, BLOCK),
                             )  # fmt: skip
-                            if far:
-                                fetch(keys_, there, values_, shift(there, BLOCK), ahead, dim, v_dim)
                         for w in range(w_first, w_last):
                             mine = shift(query, w * 4 * dim)
                             tops = shift(state, w * 48)
                             sums, keep = shift(tops, LANES), shift(tops, 2 * LANES)
                             y = shift(acc, w * 4 * v_dim)
-                            heads = min(4, group - 4 * (w % parts))
+                            heads, asked = min(4, group - 4 * (w % parts)), ahead if far and w == w_first else 0
                             if TILES and v_dim <= STREAM_DIMS:
                                 stream(
                                     y, fresh, v_dim, cast(mine, "bf16"), dim, k_by, shift(k_by, SPREAD), v_by,
@@ -213,21 +211,21 @@ def _kernel(  # type: ignore[no-untyped-def]
                                     rescale(y, v_dim, keep, 4)
                                 tile_weigh(y, fresh, v_dim, v_by, shift(v_by, SPREAD), padded, p)
                             elif heads == 4:
-                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4)
+                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 4, there, asked)
                                 soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 4)
-                                weigh(y, v_dim, values_, v_at, logits, m, keep, 4)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 4, shift(there, BLOCK), asked)
                             elif heads == 3:
-                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 3)
+                                dots(logits, mine, dim, keys_, here, (m + 3) // 4 * 4, 3, there, asked)
                                 soften(logits, 4 * m, (4 * m + 15) // 16 * 16, tops, sums, keep, scale, 3)
-                                weigh(y, v_dim, values_, v_at, logits, m, keep, 3)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 3, shift(there, BLOCK), asked)
                             elif heads == 2:
-                                dots(logits, mine, dim, keys_, here, (m + 7) // 8 * 8, 2)
+                                dots(logits, mine, dim, keys_, here, (m + 7) // 8 * 8, 2, there, asked)
                                 soften(logits, 2 * m, (2 * m + 15) // 16 * 16, tops, sums, keep, scale, 2)
-                                weigh(y, v_dim, values_, v_at, logits, m, keep, 2)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 2, shift(there, BLOCK), asked)
                             else:
-                                dots(logits, mine, dim, keys_, here, (m + 15) // 16 * 16, 1)
+                                dots(logits, mine, dim, keys_, here, (m + 15) // 16 * 16, 1, there, asked)
                                 soften(logits, m, (m + 15) // 16 * 16, tops, sums, keep, scale, 1)
-                                weigh(y, v_dim, values_, v_at, logits, m, keep, 1)
+                                weigh(y, v_dim, values_, v_at, logits, m, keep, 1, shift(there, BLOCK), asked)
                         here, there, m, fresh = there, here, ahead, False
                         if TILES:
                             j, m = list_tiles(

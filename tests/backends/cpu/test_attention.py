@@ -146,6 +146,36 @@ def test_logits_that_rise_along_the_keys(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("heads", "head_dim", "v_head_dim"), [(1, 128, 128), (2, 80, 48), (3, 64, 64), (8, 128, 128)])
+@pytest.mark.parametrize("op", ["decode_attention", "extend_attention"])
+def test_rows_that_are_asked_for_change_no_result(
+    op: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit as without: lengths on both sides of a block's, rows of lines that are not whole, slots of no key."""
+    far: list[bool] = []
+
+    def noted(kernel: Any, variant: Any, items: int, work: int, args: tuple[Any, ...], call: Any) -> None:
+        far.append(args[-4])
+        _pool.run(kernel, variant, items, work, args, call=None)  # nor is it remembered, for calls to come
+
+    monkeypatch.setattr(_online, "run", noted)
+    monkeypatch.setattr(_online, "kernel_for", lambda *_: _online.kernel)
+    spec = get_spec(op)
+    a = spec.make(
+        bs=2, slots=1300, q_heads=heads, kv_heads=1, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim,
+        index="i64", **({"longest": 601} if op == "decode_attention" else {"longest": 5, "prefix": 510}),
+    )  # fmt: skip
+    a["kv_indices"][[0, 37, 256]] = torch.tensor([-1, 1300, -1])
+    found = []
+    for near in (1 << 60, 0):
+        monkeypatch.setattr(_online, "NEAR", near)
+        found.append(ours(op)(**a).clone())
+    assert far == [False, True]
+    assert torch.equal(*found)
+    execute(spec, a, DirectTarget.of(op, ours(op)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_tokens_of_one_request_that_threads_share(tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of several tokens, of one and of none, with one head for two threads: a head's tokens come in pieces."""
