@@ -81,7 +81,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "DECODE": ((2, 20, 1.15),),
             "BEYOND": (((2, 1, 16), torch.float8_e4m3fn, 2, 20),),
             "EXTEND": ((2, 5, 12),),
-            "SHORT": ((3, 2, 9),),
+            "SHORT": (),
             "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
         },
         launch: {"TOKENS": (2,)},

@@ -40,6 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "group-of-1": {"q_heads": 2, "kv_heads": 2, "cache": "paged", "cache_view": "pairs", "indptr": "i64"},
     "ragged": {"bs": 40, "longest": 30, "prefix": 40, "lengths": "skewed", "spare": 3},
     "ragged-few": {"bs": 20, "longest": 90, "prefix": 40, "lengths": "skewed", "spare": 3},
+    "ragged-many": {"bs": 300, "longest": 40, "prefix": 2, "lengths": "skewed", "spare": 3, "slots": 16384},
     "fewer-keys": {"prefix": -120},
 }
 FP8: dict[str, dict[str, Any]] = {
