@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from hal.backends.cuda import _attention
+from hal.backends.cuda._turns import find, tell
 from hal.backends.cuda.decode_attention_lanes import E4M3, E5M2
 
 ROWS = gl.constexpr(64)
@@ -59,26 +60,34 @@ def _each(tiles, i):
 
 
 @gluon.jit
-def fetch(
-    q, k_base, v_base, slots, tile, low, high, q_tiles, k_ring, v_ring, places, barriers, strides, num_slots,
-    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
+def _queries(q, q_tiles, q_rows, tile, full, empty, done, strides, UNIT: gl.constexpr, HEADS: gl.constexpr):
+    """Those of the next tile after so many, once nobody reads the last tile's."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at, head, asked = query(gl.arange(0, 2 * ROWS, EACH), tile, HEADS)
+    mbarrier.wait(empty, (done & 1) ^ 1)
+    q_rows.store(gl.where(asked, at * strides[0] + head * strides[1], -1))
+    for part in gl.static_range(2):
+        _copy(_each(q_tiles, part), q, q_rows.slice(part * ROWS, ROWS), UNIT)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _rows(
+    q, k_base, v_base, slots, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring, places, barriers, strides,
+    num_slots, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The queries, then the keys and values of entries [low, high), tile by tile."""
+    """The keys and values of entries [low, high), tile by tile, and behind the first keys the queries; how far the
+    rings are then."""
     q_rows, k_rows, v_rows, there = places
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    q_row, q_head, kc_page, kc_token, vc_page, vc_token = strides
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _, _, kc_page, kc_token, vc_page, vc_token = strides
     STAGES: gl.constexpr = v_ring.shape[0]
     N: gl.constexpr = v_ring.shape[1]
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     each = gl.arange(0, N, EACH)
     slot = gl.load(slots + (low + each), low + each < high, other=-1)
-    at, head, asked = query(gl.arange(0, 2 * ROWS, EACH), tile, HEADS)
-    q_rows.store(gl.where(asked, at * q_row + head * q_head, -1))
-    for part in gl.static_range(2):
-        _copy(_each(q_tiles, part), q, q_rows.slice(part * ROWS, ROWS), UNIT)
-    async_copy.mbarrier_arrive(q_full, increment_count=False)
-    stage = 0
-    free = 1
+    if high <= low:
+        _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
     for j in range(low, high, N):
         ok = (slot >= 0) & (slot < num_slots)
         mine = gl.where(ok, slot, 0).to(gl.int64)
@@ -89,6 +98,8 @@ def fetch(
         _copy(_each(k_ring, stage), k_base, k_rows.index(stage), UNIT)
         async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
         mbarrier.arrive(k_full.index(stage))  # for `there`, which no asynchronous copy writes
+        if j == low:
+            _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
         mbarrier.wait(v_empty.index(stage), free)
         if V_PAGE:
             v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
@@ -98,7 +109,7 @@ def fetch(
         if stage == STAGES:
             stage = 0
             free ^= 1
-    async_copy.wait_group(0)
+    return stage, free
 
 
 @gluon.constexpr_function
@@ -134,13 +145,30 @@ def _put(to, i: gl.constexpr, x, kind: gl.constexpr):
 
 
 @gluon.jit
-def fetch_fp8(
-    q, k_base, v_base, slots, tile, low, high, q_tiles, k_ring, v_ring, places, barriers, strides, num_slots,
-    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
+def scaled(q, to, begin, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: gl.constexpr):
+    """A group's own rows of the queries, from `begin` on, times `sign`, put into a tile of fp16; by what powers of two
+    (`exponent`)."""
+    D: gl.constexpr = to.shape[1]
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
+    at, head, asked = query(row // 8 * 8 + (begin + row % 8), tile, HEADS)
+    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+    x = gl.load(q + (((at * q_row + head * q_head) * UNIT)[:, None] + d), asked[:, None], other=0.0)
+    e = gl.full([ROWS], 127, gl.int32, gl.SliceLayout(1, ROW))
+    if q.dtype.element_ty != gl.float16:
+        e = exponent(gl.max(magnitude(x), 1))
+    to.store((x.to(gl.float32) * (power(e) * sign)[:, None]).to(gl.float16))
+    return e
+
+
+@gluon.jit
+def _widened(
+    k_base, v_base, slots, low, high, stage, free, k_ring, v_ring, places, barriers, strides, num_slots,
+    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """As `fetch`, but for the queries. Two loads are under way while one is widened, from tile to tile."""
+    """As `_rows`, of fp8 and without queries. Two loads are under way while one is widened, from tile to tile."""
     _, k_rows, v_rows, there = places
-    _, k_full, k_empty, v_full, v_empty = barriers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
     _, _, kc_page, kc_token, vc_page, vc_token = strides
     STAGES: gl.constexpr = v_ring.shape[0]
     N: gl.constexpr = v_ring.shape[1]
@@ -153,14 +181,12 @@ def fetch_fp8(
     slot = gl.load(slots + (low + each), low + each < high, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     mine = gl.where(ok, slot, 0).to(gl.int64)
-    k_rows.index(0).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
+    k_rows.index(stage).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
     if V_PAGE:
-        v_rows.index(0).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
-    a = _half(k_words, k_rows.index(0), 0, UNIT, W)
-    b = _half(k_words, k_rows.index(0), N // 2, UNIT, W)
+        v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
+    a = _half(k_words, k_rows.index(stage), 0, UNIT, W)
+    b = _half(k_words, k_rows.index(stage), N // 2, UNIT, W)
     slot = gl.load(slots + (low + N + each), low + N + each < high, other=-1)
-    stage = 0
-    free = 1
     for j in range(low, high, N):
         k, v, rows = k_ring[0].index(stage), v_ring.index(stage), v_rows.index(stage)
         c = _half(v_words, rows, 0, UNIT, W)
@@ -193,18 +219,54 @@ def fetch_fp8(
         stage = following
         if stage == 0:
             free ^= 1
+    return stage, free
 
 
 @gluon.jit
-def scaled(q, to, PART: gl.constexpr, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: gl.constexpr):
-    """A group's own rows of the queries, times `sign`, put into a tile of fp16; by what powers of two (`exponent`)."""
-    D: gl.constexpr = to.shape[1]
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    at, head, asked = query(PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW)), tile, HEADS)
-    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    x = gl.load(q + (((at * q_row + head * q_head) * UNIT)[:, None] + d), asked[:, None], other=0.0)
-    e = gl.full([ROWS], 127, gl.int32, gl.SliceLayout(1, ROW))
-    if q.dtype.element_ty != gl.float16:
-        e = exponent(gl.max(magnitude(x), 1))
-    to.store((x.to(gl.float32) * (power(e) * sign)[:, None]).to(gl.float16))
-    return e
+def fetch(
+    q, k_cache, v_cache, kv_indices, batch, counters, window, turns, q_tiles, k_ring, v_ring, places, barriers, strides,
+    kc_head, vc_head, num_slots, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """What the tiles of a program take, tile after tile (`_turns.py`)."""
+    N: gl.constexpr = v_ring.shape[1]
+    SIZE: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
+    ROW: gl.constexpr = (2 * v_ring.shape[2] + REST) * SIZE
+    counter = counters.to(gl.pointer_type(gl.int32), bitcast=True)
+    programs = gl.num_programs(0)
+    item = gl.program_id(0)
+    items = item + 1  # known with the first
+    stage = 0
+    free = 1
+    done = 0
+    while item < items:
+        items, tile, lowest, low, high, begin, kv_head = find(
+            item, batch, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW
+        )
+        if item < items:
+            tell(turns, done, tile, lowest, low, high)
+            k_base = k_cache + kv_head.to(gl.int64) * kc_head * UNIT
+            v_base = v_cache + kv_head.to(gl.int64) * vc_head * UNIT
+            if SIZE == 1:
+                stage, free = _widened(
+                    k_base, v_base, kv_indices + begin, low, high, stage, free, k_ring, v_ring, places, barriers,
+                    strides, num_slots, K_PAGE, V_PAGE, UNIT,
+                )  # fmt: skip
+            else:
+                stage, free = _rows(
+                    q, k_base, v_base, kv_indices + begin, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring,
+                    places, barriers, strides, num_slots, K_PAGE, V_PAGE, UNIT, HEADS,
+                )  # fmt: skip
+            done += 1
+            item += programs
+            if items > programs:
+                # Not before the last rows are asked for: else long tiles are taken by who is busy for long. Every item
+                # is followed by one look at the counter: who sees the last number leaves it as it was found.
+                after = gl.atomic_add(counter, 1, sem="relaxed")
+                if after == items - 1:
+                    gl.store(counter, 0)
+                item = after + programs
+    tell(turns, done, (0, 0, 0, 0), 0, 0, 0)
+    if SIZE > 1:
+        async_copy.wait_group(0)

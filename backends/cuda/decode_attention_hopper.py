@@ -26,7 +26,7 @@ from hal.backends.cuda import _attention, _split
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
-from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row
+from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row, _zero
 from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
@@ -60,12 +60,6 @@ REGISTERS = gl.constexpr(208)
 """Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
 FP8_REGISTERS = gl.constexpr(200)
 """The same over fp8: rows under way to being widened are in registers."""
-
-
-@gluon.jit
-def _zero(x):
-    """0, which the compiler can't know: what is made of it isn't kept over a loop, for which registers are short."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -19,11 +19,11 @@ from hal._errors import ArgumentError
 from hal.backends.cuda import _attention, _tokens
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, positive, settled, tanh, tile
 from hal.backends.cuda._cache import scale_kind
-from hal.backends.cuda._device import arch, next_power_of_2, pdl
+from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
-from hal.triton.plans import MOST, Plan, Step, length, plans
+from hal.triton.plans import MOST, Counters, Plan, Size, Step, length, plans
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
@@ -265,7 +265,7 @@ def _plan(
     v_scale: object,
     shared: bool,
     plain: bool,
-) -> tuple[launch.Launch, int, int, tuple[int, ...]]:
+) -> tuple[launch.Launch, bool, int, int, tuple[int, ...]]:
     q_heads, kv_heads, dim, v_dim = q.shape[1], k_cache.shape[-2], q.shape[2], v_cache.shape[-1]
     group = q_heads // kv_heads
     device = q.get_device()
@@ -302,7 +302,7 @@ def _plan(
         run = extend_attention_kernel.bind(
             **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)), SHARED=shared
         )
-    return run, blocks, m // heads, tuple(s // unit for s in strides)
+    return run, hopper, blocks, m // heads, tuple(s // unit for s in strides)
 
 
 @plans
@@ -337,17 +337,23 @@ def _plans(
         )
     ):
         return found
-    run, blocks, tokens, strides = _plan(
+    run, hopper, blocks, tokens, strides = _plan(
         q, k_cache, v_cache, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     bs = length("qo_indptr") + -1
     around = length("q", per=tokens) + bs
+    programs = around.times(blocks)
+    counters: tuple[Counters, ...] = ()
+    most: tuple[Size, ...] = (around,)
+    if hopper:  # whose programs do tile after tile, one program a multiprocessor
+        programs, counters, most = programs.at_most(multiprocessors(q.get_device())), (Counters(),), ()
     args = (
-        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", to, "lse", "k_scale", "v_scale", *strides,
-        length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, around,
+        "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", to, "lse", *counters, "k_scale",
+        "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, *most,
         max(0, min(sliding_window, 2**30)), "scale", "logit_cap",
     )  # fmt: skip
-    return Plan((Step(run, around.times(blocks), args, (("q", 0, MOST), ("qo_indptr", 1, MOST))),), returns=returns)
+    step = Step(run, programs, args, (("q", 0, MOST), ("qo_indptr", 1, MOST)))
+    return Plan((step,), Size() if hopper else None, returns)
 
 
 @_plans.launcher

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from assembler import serialized
+from assembler import put_aside, serialized
 
 from hal.ops import get_spec
 
@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ragged-few": {"bs": 20, "longest": 90, "prefix": 40, "lengths": "skewed", "spare": 3},
     "ragged-many": {"bs": 300, "longest": 40, "prefix": 2, "lengths": "skewed", "spare": 3, "slots": 16384},
     "fewer-keys": {"prefix": -120},
+    "more-than-programs": {"bs": 6, "q_heads": 32, "kv_heads": 16, "prefix": 60, "slots": 1536},
 }
 FP8: dict[str, dict[str, Any]] = {
     "e4m3": {"cache_dtype": "e4m3", "scales": "tensor"},
@@ -125,6 +126,33 @@ def test_rows_of_many_requests_are_done_in_turns() -> None:
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("cache_dtype", [None, "e4m3"])
+def test_the_counter_is_left_as_it_was_found(cache_dtype: str | None) -> None:
+    """Calls of more tiles than programs, and of fewer, one after the other; and again in a graph."""
+    from hal.backends.cuda import extend_attention
+    from hal.triton.plans import COUNTERS
+
+    fp8 = {} if cache_dtype is None else {"cache_dtype": cache_dtype, "scales": "tensor"}
+    many = {**FORMS["more-than-programs"], **fp8}
+    calls = [made(**form) for form in (many, fp8, {**many, "bs": 30, "longest": 20})]
+    for args in (*calls, *calls):
+        judged(args)
+        kept = [x[:COUNTERS] for x in extend_attention._plans._scratch.values()]
+        assert kept
+        assert not any(x.any() for x in kept)
+    args = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in calls[0].items()}
+    first = extend_attention.extend_attention(**args).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        extend_attention.extend_attention(**args)
+        extend_attention.extend_attention(**args)
+    for _ in range(3):
+        args["out"].zero_()
+        graph.replay()
+        assert torch.equal(args["out"], first)
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 def test_heads_are_done_some_at_a_time() -> None:
     """Heads whose keys are more than the L2 holds, in groups of 33 and 32."""
     heads = {"q_heads": 65, "kv_heads": 65, "bs": 1, "prefix": 700, "slots": 864}
@@ -187,5 +215,8 @@ def test_no_form_spills_or_has_its_products_serialized(
     assert call[0].kernel.name == "extend_attention_hopper_kernel"
     compiled = inspect.compile_call(call, 90)
     registers, spills, _ = inspect.resources(compiled.asm["cubin"])
-    assert (registers, spills) == (168, 0)
+    assert registers == 168
+    # A word or two of these forms are put aside once a tile of queries, outside the loops over keys.
+    assert spills <= (16 if head_dim > 128 or form in FP8 else 0)
+    assert not put_aside(compiled.asm["cubin"], tmp_path)
     assert not serialized(compiled.asm["ptx"], tmp_path)
