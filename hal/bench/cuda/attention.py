@@ -37,7 +37,7 @@ DECODE = ((1, 4096, 1.42), (1, 32768, 1.15), (16, 4096, 1.11), (64, 4096, 1.08),
 """(bs, keys each, what of contiguous SDPA's time FA3 takes there: ours must take no more)."""
 EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 """(bs, new tokens each, prefix each)."""
-SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500))
+SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5, 100))
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
 FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 8192), (32, 1024))
 """(bs, keys each)."""
