@@ -245,7 +245,7 @@ def _init_barriers(q_full, done, full, empty, p_full, FP8: gl.constexpr, MAP: gl
 
 @launch.jit(
     gluon=True,
-    map=ROWS_MAP,
+    maps=(ROWS_MAP,),
     do_not_specialize=(
         "kv_indptr", "kv_indices", "lse", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "vc_page",
         "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window", "scale", "cap",

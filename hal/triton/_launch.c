@@ -26,16 +26,18 @@ static PyObject *runtime, *compilation, *enter, *leave, *empty_strided;
 static PyObject *s_enter, *s_leave, *s_calls, *s_debug, *s_instrumentation, *s_dtype;
 
 /* Rows of an argument, by which the copy engine reads boxes of them: which argument, those with the number of rows and
-   what lies between them, times how many bytes; and what cuda.h has names for. */
-typedef struct { int of, rows, stride, type, swizzle; int64_t bytes, columns; uint32_t box[2]; } Map;
+   what lies between them, times how many bytes, or elements, which rows of 0 columns have all; and what cuda.h has
+   names for. */
+typedef struct { int of, rows, stride, type, swizzle; int64_t bytes, unit, columns; uint32_t box[2]; } Map;
+enum { MAPS = 2 };                                /* of a kernel */
 
 typedef struct Form {                              /* a compiled kernel */
   struct Form *next;
   CUfunction function;
   unsigned threads, shared;
   int pdl, device;
-  int mapped;                                      /* whether a map follows the arguments */
-  Map map;
+  int mapped;                                      /* how many maps follow the arguments */
+  Map maps[MAPS];
   uint32_t key[MOST];
   char codes[MOST];                                /* how each argument is passed; '-': it is compiled in */
 } Form;
@@ -158,23 +160,28 @@ static int undisturbed(Launch *self) {
 
 /* A launch that needs nothing of Python any more: `values` are in the places that `params` say. */
 typedef struct { CUfunction function; unsigned grid[3], threads, shared; int pdl; Value values[MOST];
-                 void *params[MOST + 7]; CUtensorMap map; int32_t shape[2]; int64_t strides[2]; } Started;
+                 void *params[MOST + 5 * MAPS + 2];
+                 struct { CUtensorMap map; int32_t shape[2]; int64_t strides[2]; } maps[MAPS]; } Started;
 
 /* A map of rows, as the driver makes it, and what Triton passes behind one. 0: the driver makes none. */
-static int mapped(const Map *map, Started *to, int n) {
+static int mapped(const Map *map, Started *to, int which, int n) {
   enum { FILL_WITH_ZEROS = 0, ALL_ELEMENTS = 0, PROMOTED_TO_128_BYTES = 2 };
-  int64_t rows = to->values[map->rows].i, between = to->values[map->stride].i * map->bytes;
-  uint64_t sizes[2] = {(uint64_t)map->columns, (uint64_t)rows}, strides[1] = {(uint64_t)between};
+  int64_t rows = to->values[map->rows].i, between = to->values[map->stride].i;
+  int64_t columns = map->columns ? map->columns : between * map->unit;
+  uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, strides[1] = {(uint64_t)(between * map->bytes)};
   uint32_t steps[2] = {1, 1};
-  memset(&to->map, 0, sizeof to->map);
+  CUtensorMap *made = &to->maps[which].map;
+  int32_t *shape = to->maps[which].shape;
+  int64_t *apart = to->maps[which].strides;
+  memset(made, 0, sizeof *made);
   /* Of no rows no box is read. */
-  if (rows > 0 && encode(&to->map, map->type, 2, (void *)(uintptr_t)to->values[map->of].u, sizes, strides, map->box, steps,
+  if (rows > 0 && encode(made, map->type, 2, (void *)(uintptr_t)to->values[map->of].u, sizes, strides, map->box, steps,
                          ALL_ELEMENTS, map->swizzle, PROMOTED_TO_128_BYTES, FILL_WITH_ZEROS) != CUDA_SUCCESS) return 0;
-  to->shape[0] = (int32_t)rows;
-  to->shape[1] = (int32_t)map->columns;
-  to->strides[0] = to->values[map->stride].i;
-  to->strides[1] = 1;
-  void *all[] = {&to->map, &to->shape[0], &to->shape[1], &to->strides[0], &to->strides[1]};
+  shape[0] = (int32_t)rows;
+  shape[1] = (int32_t)columns;
+  apart[0] = between;
+  apart[1] = 1;
+  void *all[] = {made, &shape[0], &shape[1], &apart[0], &apart[1]};
   memcpy(to->params + n, all, sizeof all);
   return 1;
 }
@@ -197,10 +204,8 @@ static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
     }
     to->params[n++] = v;
   }
-  if (form->mapped) {
-    if (!mapped(&form->map, to, n)) return 0;
-    n += 5;
-  }
+  for (int i = 0; i < form->mapped; i++, n += 5)
+    if (!mapped(&form->maps[i], to, i, n)) return 0;
   to->params[n++] = &scratch;
   to->params[n++] = &scratch;
   to->function = form->function;
@@ -262,7 +267,7 @@ slow:
   return PyObject_Vectorcall(self->slow, args, nargsf, names);
 }
 
-/* add(args, function, warps, shared, pdl, codes, map = None): start this function for such arguments from now on. */
+/* add(args, function, warps, shared, pdl, codes, maps = ()): start this function for such arguments from now on. */
 static PyObject *add(PyObject *object, PyObject *given) {
   Launch *self = (Launch *)object;
   PyObject *args;
@@ -270,26 +275,32 @@ static PyObject *add(PyObject *object, PyObject *given) {
   int warps, shared, pdl, device;
   const char *codes;
   Py_ssize_t length;
-  PyObject *rows = Py_None;
-  Map map = {0};
+  PyObject *rows = NULL;
+  Map maps[MAPS] = {0};
   uint32_t key[MOST];
   Value values[MOST];
-  if (!PyArg_ParseTuple(given, "O!Kiips#|O", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length, &rows))
-    return NULL;
-  if (rows != Py_None && !PyTuple_Check(rows))
-    return PyErr_Format(PyExc_TypeError, "hal: a map is a tuple of nine integers or None; got %.100s", Py_TYPE(rows)->tp_name);
-  if (rows != Py_None
-      && !PyArg_ParseTuple(rows, "iiiiiLLII", &map.of, &map.rows, &map.stride, &map.type, &map.swizzle, &map.bytes,
-                           &map.columns, &map.box[0], &map.box[1])) return NULL;
+  if (!PyArg_ParseTuple(given, "O!Kiips#|O!", &PyTuple_Type, &args, &function, &warps, &shared, &pdl, &codes, &length,
+                        &PyTuple_Type, &rows)) return NULL;
+  Py_ssize_t mapped = rows == NULL ? 0 : PyTuple_GET_SIZE(rows);
+  if (mapped > MAPS) return PyErr_Format(PyExc_ValueError, "hal: at most %d maps expected, got %zd", (int)MAPS, mapped);
+  for (Map *m = maps; m < maps + mapped; m++) {
+    PyObject *row = PyTuple_GET_ITEM(rows, m - maps);
+    if (!PyTuple_Check(row))
+      return PyErr_Format(PyExc_TypeError, "hal: a map is a tuple of ten integers; got %.100s", Py_TYPE(row)->tp_name);
+    if (!PyArg_ParseTuple(row, "iiiiiLLLII", &m->of, &m->rows, &m->stride, &m->type, &m->swizzle, &m->bytes, &m->unit,
+                          &m->columns, &m->box[0], &m->box[1])) return NULL;
+  }
   if (PyTuple_GET_SIZE(args) != self->count || length != self->count)
     return PyErr_Format(PyExc_TypeError, "hal: %zd arguments expected", self->count);
   if (!read_arguments(self, &PyTuple_GET_ITEM(args, 0), key, values, &device) || find(self, key, device) != NULL)
     Py_RETURN_FALSE;
   for (Py_ssize_t i = 0; i < length; i++)
     if (!passes(key[i], codes[i])) Py_RETURN_FALSE;
-  int places[] = {map.of, map.rows, map.stride};
-  for (int i = 0; rows != Py_None && i < 3; i++)
-    if (encode == NULL || places[i] < 0 || places[i] >= length || codes[places[i]] != (i == 0 ? 'p' : 'l')) Py_RETURN_FALSE;
+  for (Map *m = maps; m < maps + mapped; m++) {
+    int places[] = {m->of, m->rows, m->stride};
+    for (int i = 0; i < 3; i++)
+      if (encode == NULL || places[i] < 0 || places[i] >= length || codes[places[i]] != (i == 0 ? 'p' : 'l')) Py_RETURN_FALSE;
+  }
   Form *form = PyMem_Calloc(1, sizeof(Form));
   if (form == NULL) return PyErr_NoMemory();
   form->function = (CUfunction)(uintptr_t)function;
@@ -297,8 +308,8 @@ static PyObject *add(PyObject *object, PyObject *given) {
   form->shared = (unsigned)shared;
   form->pdl = pdl;
   form->device = device;
-  form->mapped = rows != Py_None;
-  form->map = map;
+  form->mapped = (int)mapped;
+  memcpy(form->maps, maps, sizeof maps);
   memcpy(form->key, key, sizeof(uint32_t) * (size_t)self->count);
   memcpy(form->codes, codes, (size_t)length);
   form->next = self->forms;

@@ -73,8 +73,8 @@ if _INTERPRET:
 
 @dataclass(frozen=True)
 class Map:
-    """How a Gluon kernel's last parameter before the constexprs is made: a tensor map (`gl`'s tensor descriptor) of
-    another argument's rows, by which the copy engine reads boxes of them. Callers give nothing for it.
+    """How one of a Gluon kernel's last parameters before the constexprs is made: a tensor map (`gl`'s tensor
+    descriptor) of another argument's rows, by which the copy engine reads boxes of them. Callers give nothing for it.
 
     A kernel gets one where its constexpr `when` is true, else None.
     """
@@ -87,6 +87,7 @@ class Map:
     stride: str
     unit: str
     columns: int
+    """Of a row; 0: all that lies between rows."""
     box: tuple[int, int]
     """Rows and columns that are read at once: as many columns as 128 bytes are."""
     when: str
@@ -96,14 +97,14 @@ class Map:
 def jit(fn: Callable[..., Any]) -> Kernel: ...
 @overload
 def jit(
-    *, do_not_specialize: Sequence[str] = (), gluon: bool = False, map: Map | None = None
+    *, do_not_specialize: Sequence[str] = (), gluon: bool = False, maps: Sequence[Map] = ()
 ) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
     do_not_specialize: Sequence[str] = (),
     gluon: bool = False,
-    map: Map | None = None,
+    maps: Sequence[Map] = (),
 ) -> Kernel | Callable[[Callable[..., Any]], Kernel]:
     """Make a `Kernel` of a plain Triton function.
 
@@ -111,18 +112,22 @@ def jit(
         fn: the function, when used without arguments.
         do_not_specialize: parameters whose alignment or divisibility must not choose another binary.
         gluon: the function is written in Gluon, which only devices and `hal inspect` understand.
-        map: a parameter that is made of others.
+        maps: parameters that are made of others, at most two, in their order.
     """
     if fn is None:
-        return lambda f: Kernel(f, tuple(do_not_specialize), gluon, map)
-    return Kernel(fn, tuple(do_not_specialize), gluon, map)
+        return lambda f: Kernel(f, tuple(do_not_specialize), gluon, tuple(maps))
+    return Kernel(fn, tuple(do_not_specialize), gluon, tuple(maps))
 
 
 class Kernel:
     """A Triton kernel and all its compiled forms. Made by `jit`; called as ``kernel(grid, *args, **static)``."""
 
     def __init__(
-        self, fn: Callable[..., Any], do_not_specialize: tuple[str, ...], gluon: bool = False, map: Map | None = None
+        self,
+        fn: Callable[..., Any],
+        do_not_specialize: tuple[str, ...],
+        gluon: bool = False,
+        maps: tuple[Map, ...] = (),
     ) -> None:
         jit = importlib.import_module("triton.experimental.gluon").jit if gluon else triton.jit
         self.jit = jit(fn, do_not_specialize=list(do_not_specialize))
@@ -130,8 +135,9 @@ class Kernel:
         if hasattr(self.jit, "_do_compile"):
             self.jit._do_compile = self._refuse_in_capture(self.jit._do_compile)
         self.fn = fn
-        self.map = map
-        self.params = [p for p in _params(fn, do_not_specialize) if map is None or p.name != map.name]
+        self.maps = maps
+        made = {m.name for m in maps}
+        self.params = [p for p in _params(fn, do_not_specialize) if p.name not in made]
         self._bound: dict[Any, Launch] = {}
         _kernels.append(self)
 
@@ -239,18 +245,22 @@ class Launch:
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as Triton takes them: with what is made of others."""
-        m = self.kernel.map
-        if m is None or not self.static[m.when]:
-            return args if m is None else (*args, None)
+        if not self.kernel.maps:
+            return args
+        named = dict(zip((p.name for p in self.args), args, strict=True))
+        return (*args, *(self._mapped(m, named) if self.static[m.when] else None for m in self.kernel.maps))
+
+    def _mapped(self, m: Map, named: dict[str, Any]) -> Any:
+        """A map as Triton takes it."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        named = dict(zip((p.name for p in self.args), args, strict=True))
         of, rows, stride = named[m.of], named[m.rows], named[m.stride] * self.static[m.unit]
+        columns = m.columns or stride
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * of.dtype.itemsize, rank=2)
         if not rows:  # no box is read, but Triton makes no map of nothing
-            of, rows = torch.empty(m.columns, dtype=of.dtype, device=of.device), 1
-        return (*args, TensorDescriptor(of, [rows, m.columns], [stride, 1], list(m.box), layout))
+            of, rows = torch.empty(columns, dtype=of.dtype, device=of.device), 1
+        return TensorDescriptor(of, [rows, columns], [stride, 1], list(m.box), layout)
 
     def _device(self, args: Sequence[Any], kind: str = "cuda") -> int:
         """The device of the tensors; an error where an argument is not one that kernels take."""
@@ -316,9 +326,9 @@ def keeps(cache: Any) -> Any:
 _CODES = {"constexpr": "-", "i1": "b", "u1": "b", "i32": "i", "i64": "l", "u64": "l", "fp32": "f", "fp64": "d"}
 
 
-def _form(compiled: Any, of: Launch) -> tuple[int, int, int, bool, str, tuple[int, ...] | None] | None:
+def _form(compiled: Any, of: Launch) -> tuple[int, int, int, bool, str, tuple[tuple[int, ...], ...]] | None:
     """What the helper must know of a compiled kernel: function, warps, shared memory, whether it waits for the kernel
-    before it by itself (PDL), how it takes each argument, and its map. None where the helper can't start it."""
+    before it by itself (PDL), how it takes each argument, and its maps. None where the helper can't start it."""
     global _why_no_helper
     try:
         run = compiled.run
@@ -329,28 +339,28 @@ def _form(compiled: Any, of: Launch) -> tuple[int, int, int, bool, str, tuple[in
         codes = ["p" if str(signature[p.name]).startswith("*") else _CODES.get(signature[p.name]) for p in of.args]
         if None in codes:
             return None
-        rows = _map(compiled, of)
-        return compiled.function, warps, shared, bool(run.launch_pdl), "".join(map(str, codes)), rows
+        return compiled.function, warps, shared, bool(run.launch_pdl), "".join(map(str, codes)), _maps(compiled, of)
     except (AttributeError, ValueError) as moved:
         _why_no_helper = f"Triton {triton.__version__}: {moved}"
         return None
 
 
-def _map(compiled: Any, of: Launch) -> tuple[int, ...] | None:
-    """A kernel's map as the helper makes it, by what the compiler says of its form."""
-    m = of.kernel.map
-    if m is None or not of.static[m.when]:
-        return None
+def _maps(compiled: Any, of: Launch) -> tuple[tuple[int, ...], ...]:
+    """A kernel's maps as the helper makes them, by what the compiler says of their form."""
+    maps = [m for m in of.kernel.maps if of.static[m.when]]
+    if not maps:
+        return ()
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    (form,) = compiled.metadata.tensordesc_meta
     at = [p.name for p in of.args].index
-    kind, size = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["elem_size"]
-    rows, columns = form["block_size"]
-    return (
-        *(at(m.of), at(m.rows), at(m.stride)),
-        *(kind, form["swizzle"], size * of.static[m.unit], m.columns, columns, rows),
-    )
+    made = []
+    for m, form in zip(maps, compiled.metadata.tensordesc_meta, strict=True):
+        kind, size = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["elem_size"]
+        rows, columns = form["block_size"]
+        where = at(m.of), at(m.rows), at(m.stride)
+        unit = of.static[m.unit]
+        made.append((*where, kind, form["swizzle"], size * unit, unit, m.columns, columns, rows))
+    return tuple(made)
 
 
 @cache

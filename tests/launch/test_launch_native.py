@@ -224,8 +224,10 @@ def test_a_form_that_would_read_another_kind_s_bits_is_not_learnt(helper: Any) -
     for codes in ("ppi", "ppill", ""):
         with pytest.raises(TypeError, match="4 arguments"):
             native.add((BASE, BASE, 5, 6), 1, 4, 0, False, codes)
-    with pytest.raises(TypeError, match="a tuple of nine integers or None; got list"):
-        native.add((BASE, BASE, 5, 6), 1, 4, 0, False, "ppil", [0] * 9)
+    with pytest.raises(TypeError, match="a tuple of ten integers; got list"):
+        native.add((BASE, BASE, 5, 6), 1, 4, 0, False, "ppil", ([0] * 10,))
+    with pytest.raises(ValueError, match="at most 2 maps expected, got 3"):
+        native.add((BASE, BASE, 5, 6), 1, 4, 0, False, "ppil", ((0,) * 10,) * 3)
     del rig
 
 
@@ -244,7 +246,7 @@ def rows_of(cache, rows: tl.int64, stride: tl.int64, n, map, UNIT: tl.constexpr,
 
 
 ROWS = launch.Map("map", of="cache", rows="rows", stride="stride", unit="UNIT", columns=576, box=(64, 64), when="BOXES")
-CODES, FORM = "plli", (0, 1, 2, 9, 3, 16, 576, 64, 32)
+CODES, FORM = "plli", (0, 1, 2, 9, 3, 16, 8, 576, 64, 32)
 
 
 class Maps(Driver):
@@ -255,6 +257,7 @@ class Maps(Driver):
         self.asked_of: list[tuple[Any, ...]] = []
         self.handed: list[tuple[Any, ...]] = []
         self.refuses = 0
+        self.maps = 1
         u32, u64 = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
         self.encoder = ctypes.CFUNCTYPE(
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
@@ -269,11 +272,10 @@ class Maps(Driver):
         return self.refuses
 
     def start(self, config: Any, function: int, params: Any, extra: Any) -> int:
-        shape, strides = (
-            ctypes.cast(params[i], ctypes.POINTER(t)) for i, t in ((5, ctypes.c_int32), (7, ctypes.c_int64))
-        )
-        columns = ctypes.cast(params[6], ctypes.POINTER(ctypes.c_int32))[0]
-        self.handed.append((ctypes.string_at(params[4], 128), shape[0], columns, strides[0]))
+        i32, i64 = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
+        for i in range(4, 4 + 5 * self.maps, 5):
+            rows, columns, stride = (ctypes.cast(params[i + n], t)[0] for n, t in ((1, i32), (2, i32), (3, i64)))
+            self.handed.append((ctypes.string_at(params[i], 128), rows, columns, stride))
         return super().start(config, function, params, extra)
 
 
@@ -286,12 +288,12 @@ def maps(helper: Any) -> Any:
     return driver
 
 
-def mapped(helper: Any, form: tuple[int, ...] = FORM) -> tuple[Any, list[Any]]:
-    """(a launch that knows one form, with a map; the calls that it did not start)."""
-    kernel, slow = launch.Kernel(rows_of, ("rows", "stride"), False, ROWS), []
+def mapped(helper: Any, *forms: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """(a launch that knows one form, with maps; the calls that it did not start)."""
+    kernel, slow = launch.Kernel(rows_of, ("rows", "stride"), False, (ROWS,)), []
     params = bytes(1 * p.specialize + 2 * p.typed for p in kernel.params if not p.constexpr)
     native = helper.Launch(lambda grid, *args: slow.append(args), params, [], ())
-    native.add((BASE, 100, 72, 3), 7, 4, 0, False, CODES, form)
+    native.add((BASE, 100, 72, 3), 7, 4, 0, False, CODES, forms or (FORM,))
     return native, slow
 
 
@@ -304,6 +306,20 @@ def test_a_map_is_made_of_the_arguments_that_it_is_of(helper: Any, maps: Any) ->
     assert maps.handed == [(b"\xa5" * 128, 100, 576, 72)]
     assert not slow
     assert len(maps.started) == 1
+
+
+def test_a_second_map_follows_the_first_and_may_have_all_that_lies_between_rows(helper: Any, maps: Any) -> None:
+    maps.maps = 2
+    native, slow = mapped(helper, FORM, (*FORM[:7], 0, 64, 128))
+    native((2,), BASE, 100, 80, 3)
+    same = 9, 2, BASE.data_ptr()
+    rest = [1, 1], 0, 3, 2, 0
+    assert maps.asked_of == [
+        (*same, [576, 100], 80 * 16, [64, 32], *rest),
+        (*same, [80 * 8, 100], 80 * 16, [64, 128], *rest),
+    ]
+    assert maps.handed == [(b"\xa5" * 128, 100, 576, 80), (b"\xa5" * 128, 100, 640, 80)]
+    assert not slow
 
 
 def test_of_no_rows_there_is_no_map(helper: Any, maps: Any) -> None:
@@ -344,7 +360,7 @@ def test_without_the_driver_s_encoder_no_map_is_learnt(helper: Any) -> None:
 def test_triton_gets_what_a_map_is_made_of_or_none() -> None:
     from triton.experimental.gluon import language as gl
 
-    kernel = launch.Kernel(rows_of, (), False, ROWS)
+    kernel = launch.Kernel(rows_of, (), False, (ROWS,))
     assert [p.name for p in kernel.params] == ["cache", "rows", "stride", "n", "UNIT", "BOXES"]
     cache, args = torch.zeros(100 * 576, dtype=torch.bfloat16), (100, 72, 3)
     *same, made = kernel.bind(UNIT=8, BOXES=True).given((cache, *args))
