@@ -36,11 +36,11 @@ class Form(NamedTuple):
     """At most, about one wave: mostly there is nothing to merge."""
 
 
-ANY = 2**31
+UNBOUNDED = 2**31
 """More lines than there are."""
 AT_ONCE = 512
 """Elements of parts that a program of one warp reads at once, where it has whole lines."""
-WIDE = (Form(64, 64, 2, 128, 2048), Form(128, 16, 1, 512, 4096), Form(512, 4, 2, ANY, 2048))
+WIDE = (Form(64, 64, 2, 128, 2048), Form(128, 16, 1, 512, 4096), Form(512, 4, 2, UNBOUNDED, 2048))
 """Of lines of 512 elements, MLA's."""
 FEW = Form(32, 32, 1, 256, 1024)
 """Of shorter ones."""
@@ -130,5 +130,5 @@ def _forms(v_dim: int) -> tuple[Form, ...]:
     if v_dim == 512:
         return WIDE
     pad = max(16, next_power_of_2(v_dim))
-    whole = Form(pad, max(1, min(16, AT_ONCE // pad)), 1, ANY, 1024)
+    whole = Form(pad, max(1, min(16, AT_ONCE // pad)), 1, UNBOUNDED, 1024)
     return (whole,) if v_dim % FEW.piece else (FEW, whole)

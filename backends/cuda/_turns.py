@@ -38,7 +38,7 @@ def _add(a, b):
 def _place(item, every, nnz, bs, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, ROW: gl.constexpr):
     """(how many items `every` tile is, block of heads of this one, its tile from the last): as many key heads at a time
     as the L2 holds the keys of, of a request of the mean length."""
-    items = gl.minimum(every * BLOCKS, 2**30).to(gl.int32)  # more would take days
+    items = gl.minimum(every * BLOCKS, 2**30).to(gl.int32)  # of more there is no memory for the queries
     block = item % BLOCKS
     turn = item // BLOCKS
     if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
@@ -192,20 +192,23 @@ def tell(turns, done, tile, lowest, low, high):
 @gluon.jit
 def told(turns, done):
     """(tokens, position of the first, entries from, entries to) of the next tile after so many."""
-    mbarrier.wait(turns[1].index(done & 1), done >> 1 & 1)
-    mine = turns[0].index(done & 1)
+    numbers, full, _ = turns
+    mbarrier.wait(full.index(done & 1), done >> 1 & 1)
+    mine = numbers.index(done & 1)
     return _get(mine, 0), _get(mine, 1), _get(mine, 2), _get(mine, 3)
 
 
 @gluon.jit
 def tile_of(turns, done):
     """(first token, tokens, query head, heads) of that tile: read where it is needed, for want of registers."""
-    mine = turns[0].index(done & 1)
+    numbers, _, _ = turns
+    mine = numbers.index(done & 1)
     return _get(mine, 4), _get(mine, 0), _get(mine, 5), _get(mine, 6)
 
 
 @gluon.jit
 def forget(turns, done):
     """A group needs no more of what it was told of that tile."""
+    _, _, empty = turns
     gl.thread_barrier()
-    mbarrier.arrive(turns[2].index(done & 1))
+    mbarrier.arrive(empty.index(done & 1))
