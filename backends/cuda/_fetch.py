@@ -8,7 +8,7 @@ the power of two by which its largest element is about 2^15; the logits' factor 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from hal.backends.cuda import _attention
 from hal.backends.cuda._turns import find, tell
@@ -16,6 +16,8 @@ from hal.backends.cuda.decode_attention_lanes import E4M3, E5M2
 
 ROWS = gl.constexpr(64)
 """Rows of a group of four warps: what one `wgmma` multiplies."""
+BOX = gl.constexpr(64)
+"""Columns of 16 bits that the copy engine puts side by side: 128 bytes."""
 WORD = gl.constexpr(4)
 """Elements of an int32, as which rows of fp8 are loaded."""
 
@@ -72,39 +74,101 @@ def _queries(q, q_tiles, q_rows, tile, full, empty, done, strides, UNIT: gl.cons
 
 
 @gluon.jit
+def _slots(slots, j, high, N: gl.constexpr, EACH: gl.constexpr):
+    """The slots of a tile from entry j on, EACH a thread; -1 from `high` on."""
+    n = gl.arange(0, N, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+    return gl.load(slots + (j + n), j + n < high, other=-1)
+
+
+@gluon.jit
+def _run(slot, num_slots):
+    """The first of a tile's slots where they follow each other, else -1. Each warp looks at all, so that none waits for
+    another."""
+    N: gl.constexpr = slot.shape[0]
+    n = gl.arange(0, N, slot.type.layout)
+    some = (slot >= 0) & (slot < num_slots)
+    begin = gl.where(some, slot, -N).to(gl.int32) - n
+    return gl.maximum(gl.where(gl.min(begin, 0) == gl.max(begin, 0), gl.min(begin, 0), -1), -1)
+
+
+@gluon.jit
+def _boxes(map, first, column, tiles, stage, full):
+    """The columns of rows from slot `first` on, into one ring of tiles or two of a part each."""
+    N: gl.constexpr = tiles[0].shape[1]
+    WIDTH: gl.constexpr = tiles[0].shape[2] // BOX
+    REST: gl.constexpr = 0 if len(tiles) == 1 else tiles[1].shape[2] // BOX
+    BOXED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BOX], tiles[0].dtype)
+    STAGES: gl.constexpr = tiles[0].shape[0]
+    mbarrier.expect(full, N * BOX * 2 * (WIDTH + REST))
+    to = tiles[0]._reinterpret(tiles[0].dtype, [STAGES * WIDTH, N, BOX], BOXED)
+    for c in gl.static_range(WIDTH):
+        tma.async_copy_global_to_shared(map, [first, column + c * BOX], full, to.index(stage * WIDTH + c))
+    if REST > 0:
+        to = tiles[1]._reinterpret(tiles[1].dtype, [STAGES * REST, N, BOX], BOXED)
+        for c in gl.static_range(REST):
+            at = [first, column + (WIDTH + c) * BOX]
+            tma.async_copy_global_to_shared(map, at, full, to.index(stage * REST + c))
+
+
+@gluon.jit
+def _tile(
+    to, map, base, rows, first, column, stage, full, UNIT: gl.constexpr, MAP: gl.constexpr, THERE: gl.constexpr
+):  # fmt: skip
+    """A tile's rows into one ring or two: by boxes where MAP and there is a `first`, else row by row. Who asks arrives
+    beside the copies; so with THERE what was stored before is there too, which no asynchronous copy writes."""
+    if MAP:
+        if first >= 0:
+            if THERE:
+                gl.thread_barrier()
+            _boxes(map, first, column, to, stage, full)
+        else:
+            _copy(_each(to, stage), base, rows.index(stage), UNIT)
+            mbarrier.arrive(full)
+    else:
+        _copy(_each(to, stage), base, rows.index(stage), UNIT)
+        if THERE:
+            mbarrier.arrive(full)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
 def _rows(
     q, k_base, v_base, slots, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring, places, barriers, strides,
-    num_slots, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr,
+    num_slots, k_map, v_map, columns, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr,
+    HEADS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The keys and values of entries [low, high), tile by tile, and behind the first keys the queries; how far the
-    rings are then."""
+    rings are then. By boxes where MAP and the slots of a tile follow each other, else row by row."""
     q_rows, k_rows, v_rows, there = places
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     _, _, kc_page, kc_token, vc_page, vc_token = strides
     STAGES: gl.constexpr = v_ring.shape[0]
     N: gl.constexpr = v_ring.shape[1]
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    each = gl.arange(0, N, EACH)
-    slot = gl.load(slots + (low + each), low + each < high, other=-1)
+    slot = _slots(slots, low, high, N, 1)
+    all = slot
+    if MAP:
+        all = _slots(slots, low, high, N, N // 32)
     if high <= low:
         _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
     for j in range(low, high, N):
         ok = (slot >= 0) & (slot < num_slots)
         mine = gl.where(ok, slot, 0).to(gl.int64)
-        slot = gl.load(slots + (j + N + each), j + N + each < high, other=-1)
+        slot = _slots(slots, j + N, high, N, 1)
+        first = -1
+        if MAP:
+            first = _run(all, num_slots)
+            all = _slots(slots, j + N, high, N, N // 32)
         mbarrier.wait(k_empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int32))
         k_rows.index(stage).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
-        _copy(_each(k_ring, stage), k_base, k_rows.index(stage), UNIT)
-        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-        mbarrier.arrive(k_full.index(stage))  # for `there`, which no asynchronous copy writes
+        _tile(k_ring, k_map, k_base, k_rows, first, columns[0], stage, k_full.index(stage), UNIT, MAP, True)
         if j == low:
             _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
         mbarrier.wait(v_empty.index(stage), free)
         if V_PAGE:
             v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
-        _copy((v_ring.index(stage),), v_base, v_rows.index(stage), UNIT)  # v_rows are k_rows where v lies as k does
-        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+        # v_rows are k_rows where v lies as k does.
+        _tile((v_ring,), v_map, v_base, v_rows, first, columns[1], stage, v_full.index(stage), UNIT, MAP, False)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -225,9 +289,10 @@ def _widened(
 @gluon.jit
 def fetch(
     q, k_cache, v_cache, kv_indices, batch, counters, window, turns, q_tiles, k_ring, v_ring, places, barriers, strides,
-    kc_head, vc_head, num_slots, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
-    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
-    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr,
+    kc_head, vc_head, num_slots, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
+    HEADS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
+    FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr,
+    MAP: gl.constexpr,
 ):  # fmt: skip
     """What the tiles of a program take, tile after tile (`_turns.py`)."""
     N: gl.constexpr = v_ring.shape[1]
@@ -248,6 +313,7 @@ def fetch(
             tell(turns, done, tile, lowest, low, high)
             k_base = k_cache + kv_head.to(gl.int64) * kc_head * UNIT
             v_base = v_cache + kv_head.to(gl.int64) * vc_head * UNIT
+            columns = (kv_head * kc_head.to(gl.int32) * UNIT, kv_head * vc_head.to(gl.int32) * UNIT)
             if SIZE == 1:
                 stage, free = _widened(
                     k_base, v_base, kv_indices + begin, low, high, stage, free, k_ring, v_ring, places, barriers,
@@ -256,7 +322,7 @@ def fetch(
             else:
                 stage, free = _rows(
                     q, k_base, v_base, kv_indices + begin, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring,
-                    places, barriers, strides, num_slots, K_PAGE, V_PAGE, UNIT, HEADS,
+                    places, barriers, strides, num_slots, k_map, v_map, columns, K_PAGE, V_PAGE, UNIT, HEADS, MAP,
                 )  # fmt: skip
             done += 1
             item += programs

@@ -10,6 +10,8 @@ with v. What a tile's rows are is as in `extend_attention_kernel`; which tiles a
 Source: Shah et al., FlashAttention-3 (arXiv:2407.08608).
 """
 
+import dataclasses
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -100,10 +102,10 @@ def _softmax(
 
 
 @gluon.constexpr_function
-def _threads(D, REST):
-    """How many of a group give a tile back: each for itself, as one for all would wait for all. Heads above 128 lack
-    the registers, and heads of 64 took 4 % more by it."""
-    return 128 if D == 128 and not REST else 1
+def _threads(D):
+    """How many of a group give a tile back: each for itself, as one for all would wait for all. Heads of 64 took 4 %
+    more by it, and of 256 no less."""
+    return 128 if D == 128 else 1
 
 
 @gluon.constexpr_function
@@ -153,7 +155,7 @@ def _multiply(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    THREADS: gl.constexpr = _threads(D, REST)
+    THREADS: gl.constexpr = _threads(D)
     OWN: gl.constexpr = _own(D, REST)
     dtype: gl.constexpr = v_ring.dtype
     stage = 0
@@ -280,8 +282,16 @@ def _barriers(MANY: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [MANY, 1], mbarrier.MBarrierLayout())
 
 
+KEYS_MAP = launch.Map(
+    "k_map", of="k_cache", rows="num_slots", stride="kc_page", unit="UNIT", columns=0, box=(128, 64), when="MAP"
+)
+"""Of all heads' keys."""
+VALUES_MAP = dataclasses.replace(KEYS_MAP, name="v_map", of="v_cache", stride="vc_page")
+
+
 @launch.jit(
     gluon=True,
+    maps=(KEYS_MAP, VALUES_MAP),
     do_not_specialize=(
         "qo_indptr", "kv_indptr", "kv_indices", "lse", "counters", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
         "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "n", "bs",
@@ -293,11 +303,11 @@ def extend_attention_hopper_kernel(
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
     num_slots: gl.int64, nnz: gl.int64, n: gl.int64, bs: gl.int32, window: gl.int32, scale, cap,
-    Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr, K_KIND: gl.constexpr,
-    V_KIND: gl.constexpr,
+    k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    TOKENS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, K_PAGE: gl.constexpr,
+    V_PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -336,7 +346,8 @@ def extend_attention_hopper_kernel(
     if V_PAGE:
         v_rows = gl.allocate_shared_memory(gl.int64, [STAGES, N], FLAT)
     there = gl.allocate_shared_memory(gl.int32, [STAGES, N], FLAT)
-    turns = (gl.allocate_shared_memory(gl.int32, [2, TOLD], FLAT), _barriers(2), _barriers(2))
+    told_full, told_empty = _barriers(2), _barriers(2)
+    turns = (gl.allocate_shared_memory(gl.int32, [2, TOLD], FLAT), told_full, told_empty)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full, k_empty, v_full, v_empty = _barriers(STAGES), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES)
@@ -344,20 +355,20 @@ def extend_attention_hopper_kernel(
     mbarrier.init(q_full, count=128)
     mbarrier.init(q_empty, count=2)
     for i in gl.static_range(2):
-        mbarrier.init(turns[1].index(i), count=1)
-        mbarrier.init(turns[2].index(i), count=2)
+        mbarrier.init(told_full.index(i), count=1)
+        mbarrier.init(told_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1 if FP8 else 129)
-        mbarrier.init(v_full.index(i), count=1 if FP8 else 128)
-        mbarrier.init(k_empty.index(i), count=2 * _threads(D, REST))
-        mbarrier.init(v_empty.index(i), count=2 * _threads(D, REST))
+        mbarrier.init(v_full.index(i), count=1 if FP8 else 128 + MAP)
+        mbarrier.init(k_empty.index(i), count=2 * _threads(D))
+        mbarrier.init(v_empty.index(i), count=2 * _threads(D))
     gl.warp_specialize(
         [
             (fetch, (
                 q, k_cache, v_cache, kv_indices, (qo_indptr, kv_indptr, n, nnz, bs), counters, window, turns, q_tiles,
                 k_ring, v_ring, (q_rows, k_rows, v_rows, there), barriers,
-                (q_row, q_head, kc_page, kc_token, vc_page, vc_token), kc_head, vc_head, num_slots, Q_HEADS, GROUP,
-                BLOCKS, HEADS, TOKENS, CAUSAL, WINDOW, BLOCK, FEW, K_PAGE, V_PAGE, REST, UNIT,
+                (q_row, q_head, kc_page, kc_token, vc_page, vc_token), kc_head, vc_head, num_slots, k_map, v_map,
+                Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, CAUSAL, WINDOW, BLOCK, FEW, K_PAGE, V_PAGE, REST, UNIT, MAP,
             )),
             (_multiply, (
                 0, q, out, lse, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers, q_row, q_head, out_row,

@@ -58,6 +58,8 @@ _bad = refused(make, bs=2, longest=3, prefix=2, lengths="full", slots=32, out="n
 
 
 _MLA = {"q_heads": 4, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 2}
+_PROMPT: dict[str, Any] = {"head_dim": 192, "v_head_dim": 128, "q_heads": 2, "kv_heads": 2}
+"""DeepSeek's heads in a prompt."""
 
 
 _LONG = {"bs": 2, "lengths": "full", "longest": 150, "prefix": 130, "slots": 600, "q_heads": 2, "kv_heads": 1}
@@ -102,6 +104,11 @@ PROOF = Proof(
             "mla-128-heads-in-runs",
             {**_MLA, "q_heads": 128, "bs": 1, "longest": 2, "prefix": 138, **_attention.IN_RUNS},
             "feature:mla",
+        ),
+        Sample(
+            "head-dim-192-128-in-runs",
+            {**_PROMPT, "bs": 1, "longest": 3, "prefix": 300, **_attention.IN_RUNS, "run": 128},
+            "feature:any_head_dim",
         ),
     ),
     errors=(

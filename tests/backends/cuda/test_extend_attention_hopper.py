@@ -69,6 +69,15 @@ FORMS |= FP8
 LOUD = ((3e38, 1e-38), (1e-38, 1e38), (1e-40, 1e38), (3e4, 1e-4), (1.0, 0.1))
 """A magnitude of queries, and a scale by which logits are of none."""
 LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
+RUNS: dict[str, dict[str, Any]] = {
+    "in-runs": {"run": 128, "slots": 1024},
+    "in-runs-strided": {"run": 256, "slots": 1024, "cache_view": "padded", "dtype": "fp16"},
+    "in-runs-absent": {"run": 128, "slots": 1024, "values": "skip", "index": "i64"},
+    "in-runs-window": {"run": 128, "slots": 1024, "sliding_window": 140, "q_heads": 3, "kv_heads": 3},
+    "in-runs-ragged": {"run": 128, "slots": 16384, "bs": 20, "longest": 90, "prefix": 300, "lengths": "skewed"},
+}
+"""Of heads of 192 / 128 some tiles come by boxes."""
+FORMS |= RUNS
 CI_ALL = os.environ.get("CI_ALL")
 """Else one form of each size of heads, that of the most registers."""
 
@@ -77,7 +86,8 @@ CI_ALL = os.environ.get("CI_ALL")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "form"),
     [
-        *((128, 128, form) for form in FORMS),
+        *((128, 128, form) for form in FORMS if form not in RUNS),
+        *((192, 128, form) for form in RUNS),
         *((64, 64, form) for form in FP8),
         *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
     ],
@@ -194,6 +204,41 @@ def test_other_calls_go_to_triton(change: dict[str, Any]) -> None:
     given = {name: change[name] for name in ("scale", "k_cache") if name in change}
     args = made(**{name: value for name, value in change.items() if name not in given}) | given
     assert kernels(args) == {"extend_attention_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "change", "boxes"),
+    [
+        (192, 128, {}, True),
+        (192, 128, {"cache_view": "pairs"}, True),
+        (192, 128, {"cache_view": "padded"}, True),
+        (192, 128, {"cache": "paged"}, True),
+        (192, 128, {"cache": "paged", "cache_view": "pairs"}, False),
+        (192, 128, {"logit_cap": 3.0}, False),
+        (128, 128, {}, False),
+        (256, 256, {}, False),
+        (128, 128, FP8["e4m3"], False),
+    ],
+    ids=str,
+)
+def test_rows_of_prompts_alone_come_by_boxes(
+    head_dim: int, v_head_dim: int, change: dict[str, Any], boxes: bool
+) -> None:
+    from hal.backends.cuda import inspect
+
+    with inspect.record() as calls:
+        inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **change))
+    assert [bound.static["MAP"] for bound, _ in calls] == [boxes]
+
+
+def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
+    """Of 3 heads of 192, by what lies between tokens and between heads."""
+    from hal.backends.cuda.extend_attention import by_boxes
+
+    cache = torch.empty(8, 3, 192, dtype=torch.bfloat16)
+    apart = ((576, 192), (640, 208), (575, 192), (576, 193), (192, 1536), (0, 0), (2**31, 192))
+    assert [by_boxes(cache, cache, (row, 0, head), (576, 0, 192)) for row, head in apart] == [True] * 2 + [False] * 5
+    assert not by_boxes(cache, cache, (576, 0, 192), (575, 0, 192))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
