@@ -83,6 +83,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "EXTEND": ((2, 5, 12),),
             "SHORT": (),
             "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
+            "PROMPTS": (((2, 2, 16, 32), (2, 5, 12)),),
         },
         launch: {"TOKENS": (2,)},
         mla: {"POINTS": ((2, 1, 40),), "LEAST_PAGES": 8},

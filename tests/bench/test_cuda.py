@@ -56,6 +56,7 @@ def test_every_op_has_a_table(tables: Tables) -> None:
             "mla_decode_attention",
             "mla_extend_attention",
             "extend_attention_hopper",
+            "extend_attention_prompts",
             "decode_by_block_table",
             "hicache",
         ),
@@ -84,10 +85,10 @@ def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: 
             assert moved.pop() > 0
 
 
-@pytest.mark.parametrize("table", ["extend_attention", "extend_attention_hopper"])
+@pytest.mark.parametrize("table", ["extend_attention", "extend_attention_hopper", "extend_attention_prompts"])
 def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
     rows = tables[table](False)
-    names = {bench.OURS} if table == "extend_attention" else {"hopper", "triton"}
+    names = {"hopper", "triton"} if table == "extend_attention_hopper" else {bench.OURS}
     for row in rows:
         assert names <= set(row["device_us"]) <= {*names, "sdpa contiguous"}
         assert all(0 < error <= 1 for error in row["headroom"].values())
@@ -150,6 +151,38 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
     plain, fp8 = tables["decode_attention"](False)
     assert "outside the bound" in plain["failed"]["vllm fa3"]
     assert "of the norm away" in fp8["failed"]["vllm fa3, fp8 queries"]
+
+
+class VllmFa3OfPrompts:
+    """The same of keys one behind the other, each query head its own."""
+
+    def __init__(self, off: float = 1.0) -> None:
+        self.off = off
+
+    def flash_attn_varlen_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
+        cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, softmax_scale: float, causal: bool, fa_version: int,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (causal, fa_version) == (True, 3)
+        found = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
+        for i in range(len(cu_seqlens_q) - 1):
+            mine, theirs = (slice(*c[i : i + 2].tolist()) for c in (cu_seqlens_q, cu_seqlens_k))
+            s = torch.einsum("nhd,jhd->hnj", q.float()[mine], k.float()[theirs]) * (softmax_scale * self.off)
+            hidden = torch.ones(max_seqlen_q, max_seqlen_k, dtype=torch.bool).triu(max_seqlen_k - max_seqlen_q + 1)
+            p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+            found[mine] = torch.einsum("hnj,jhd->nhd", p, v.float()[theirs]).to(q.dtype)
+        return found
+
+
+def test_vllms_fa3_is_a_peer_over_keys_in_order(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = "vllm fa3, contiguous"
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3OfPrompts)
+    (row,) = tables["extend_attention_prompts"](False)
+    assert {bench.OURS, peer} == set(row["headroom"])
+    assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: VllmFa3OfPrompts(1.5))
+    (row,) = tables["extend_attention_prompts"](False)
+    assert "outside the bound" in row["failed"][peer]
 
 
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])

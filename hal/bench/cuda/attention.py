@@ -56,10 +56,15 @@ HOPPER = (
     ((28, 4, 128, 128), EXTEND[1]),
 )
 """Query heads, key/value heads, head_dim, v_head_dim; then as EXTEND."""
+PROMPTS = (
+    ((16, 16, 192, 128), (1, 4096, 0), (1, 16384, 0), (1, 16384, 16384), (4, 1024, 0)),
+    ((128, 128, 192, 128), (1, 4096, 0)),
+)
+"""The same, of DeepSeek's prompts, whose keys were made for the call and lie one behind the other."""
 
 
 class Inputs:
-    """One batch, its pages spread over a pool."""
+    """One batch, its pages spread over a pool, or one behind the other."""
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class Inputs:
         seed: int = 0,
         heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
         cache: torch.dtype | None = None,
+        in_order: bool = False,
     ) -> None:
         torch.manual_seed(seed)
         hq, hk, d, dv = self.heads = heads
@@ -81,7 +87,8 @@ class Inputs:
             torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype).to(cache or dtype) for x in (d, dv)
         )
         self.fp8 = self.k_cache.dtype in FP8
-        self.table = torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: bs * pages].view(bs, pages).int()
+        order = (torch.arange if in_order else torch.randperm)(pool, device=inputs.DEVICE, dtype=torch.int64)
+        self.table = order[: bs * pages].view(bs, pages).int()
         slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device=inputs.DEVICE, dtype=torch.int32)
         self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
         step = torch.arange(bs + 1, device=inputs.DEVICE, dtype=torch.int32)
@@ -193,6 +200,18 @@ class Inputs:
 
             made[f"flashinfer {backend}"] = call
         return made
+
+    def vllm_fa3_contiguous(self) -> dict[str, Callable[[], Tensor]]:
+        """vLLM's build of FA3 as its engine calls it in MLA's prompts: no pages."""
+        module = peers.vllm_fa3()
+        if module is None:
+            return {}
+        k, v = (_rows(c, self.slots).contiguous() for c in (self.k_cache, self.v_cache))
+        call = partial(
+            module.flash_attn_varlen_func, self.q, k, v, max_seqlen_q=self.new, cu_seqlens_q=self.qo_indptr,
+            max_seqlen_k=self.keys, cu_seqlens_k=self.kv_indptr, softmax_scale=self.scale, causal=True, fa_version=3,
+        )  # fmt: skip
+        return {"vllm fa3, contiguous": call}
 
     def sdpa(self) -> Callable[[], Tensor] | None:
         """Its output has the heads before the tokens. None where torch's causal mask, which is aligned to the first
@@ -346,17 +365,22 @@ def extend_attention(quick: bool = False) -> list[Row]:
     )
 
 
-def _hopper_row(op: str, heads: tuple[int, int, int, int], bs: int, new: int, keys: int, rounds: int) -> Row:
-    x = Inputs(bs, new, keys, heads=heads)
-    # The kernel for Hopper takes no scale of a cache; the other multiplies by it once a tile of queries.
-    calls = {"hopper": x.ours(), "triton": x.ours(k_scale=1.0)}
+def _hopper_row(
+    heads: tuple[int, int, int, int], bs: int, new: int, keys: int, rounds: int, prompt: bool = False
+) -> Row:
+    x = Inputs(bs, new, keys, heads=heads, in_order=prompt)
+    if prompt:
+        ours, calls = OURS, {OURS: x.ours(), **x.vllm_fa3_contiguous()}
+    else:
+        # The kernel for Hopper takes no scale of a cache; the other multiplies by it once a tile of queries.
+        ours, calls = "hopper", {"hopper": x.ours(), "triton": x.ours(k_scale=1.0)}
     room: dict[str, float] = {}
 
     def check(name: str, call: Callable[[], Tensor]) -> None:
         room[name] = x.check(call())
 
     row = time_row(
-        {"op": op, "heads": heads, "bs": bs, "new": new, "keys": keys},
+        {"op": "extend_attention", "heads": heads, "bs": bs, "new": new, "keys": keys},
         {n: partial(_in_turn, [call]) for n, call in calls.items()},
         1,
         check,
@@ -365,26 +389,35 @@ def _hopper_row(op: str, heads: tuple[int, int, int, int], bs: int, new: int, ke
         host=0,
     )
     row["headroom"] = room
-    if len(times := row.get("device_us", {})) == 2:
+    times = row.get("device_us", {})
+    if us := times.get(ours):
         work = 4 * bs * new * (keys - (new - 1) / 2) * heads[0] * (heads[2] + heads[3]) / 2
-        row["ratio"] = times["hopper"] / times["triton"]
-        row["tflops"] = work / times["hopper"] / 1e6
+        row["ratio"] = {n: us / t for n, t in times.items() if n != ours}
+        row["tflops"] = work / us / 1e6
     return row
+
+
+def _hopper_rows(cases: tuple[Any, ...], quick: bool, **more: Any) -> list[Row]:
+    flat = [(heads, *case) for heads, *several in cases for case in several]
+    return table_of(
+        partial(_hopper_row, heads=heads, bs=bs, new=new, keys=new + prefix, rounds=3 if quick else 9, **more)
+        for heads, bs, new, prefix in (flat[:1] if quick else flat)
+    )
 
 
 def extend_attention_hopper(quick: bool = False) -> list[Row]:
     """Rows: heads, batch, device microseconds of both kernels of `extend_attention`, in turn in one run."""
-    cases = [(heads, *case) for heads, *several in HOPPER for case in several]
-    return table_of(
-        partial(
-            _hopper_row, op="extend_attention", heads=heads, bs=bs, new=new, keys=new + prefix, rounds=3 if quick else 9
-        )
-        for heads, bs, new, prefix in (cases[:1] if quick else cases)
-    )
+    return _hopper_rows(HOPPER, quick)
+
+
+def extend_attention_prompts(quick: bool = False) -> list[Row]:
+    """Rows: heads, batch, keys one behind the other; beside FA3 over the same keys."""
+    return _hopper_rows(PROMPTS, quick, prompt=True)
 
 
 TABLES: dict[str, Callable[[bool], list[Row]]] = {
     "decode_attention": decode_attention,
     "extend_attention": extend_attention,
     "extend_attention_hopper": extend_attention_hopper,
+    "extend_attention_prompts": extend_attention_prompts,
 }
