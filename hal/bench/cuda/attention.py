@@ -406,18 +406,13 @@ def _hopper_rows(cases: tuple[Any, ...], quick: bool, **more: Any) -> list[Row]:
 
 
 def extend_attention_hopper(quick: bool = False) -> list[Row]:
-    """Rows: heads, batch, device microseconds of both kernels of `extend_attention`, in turn in one run."""
-    return _hopper_rows(HOPPER, quick)
-
-
-def extend_attention_prompts(quick: bool = False) -> list[Row]:
-    """Rows: heads, batch, keys one behind the other; beside FA3 over the same keys."""
-    return _hopper_rows(PROMPTS, quick, prompt=True)
+    """Rows: heads, batch, device microseconds of both kernels of `extend_attention`, in turn in one run; then `PROMPTS`
+    beside FA3 over the same keys."""
+    return _hopper_rows(HOPPER, quick) + ([] if quick else _hopper_rows(PROMPTS, quick, prompt=True))
 
 
 TABLES: dict[str, Callable[[bool], list[Row]]] = {
     "decode_attention": decode_attention,
     "extend_attention": extend_attention,
     "extend_attention_hopper": extend_attention_hopper,
-    "extend_attention_prompts": extend_attention_prompts,
 }
