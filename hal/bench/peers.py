@@ -87,6 +87,21 @@ def vllm_fa3() -> Any:
         return None
 
 
+def flashmla() -> Callable[..., Any] | None:
+    """vLLM's build of FlashMLA, its ``dense_decode_fwd``, or None where that isn't installed or the device is none for
+    it. The operator needs but its library."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    if not hasattr(torch.ops._flashmla_C, "dense_decode_fwd"):
+        spec = importlib.util.find_spec("vllm")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for library in Path(folder).glob("_flashmla_C.*.so"):
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
+    return getattr(torch.ops._flashmla_C, "dense_decode_fwd", None)
+
+
 def _stand_ins(root: Path) -> None:
     def same(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return fn if fn is not None else lambda f: f

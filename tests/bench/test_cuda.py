@@ -183,6 +183,38 @@ def test_vllms_fa3_is_a_peer_over_keys_in_order(tables: Tables, monkeypatch: pyt
     assert "outside the bound" in row["failed"][peer]
 
 
+class FlashMla:
+    """Stands in for vLLM's ``dense_decode_fwd``, which hands its plan back."""
+
+    def __init__(self, off: float = 1.0) -> None:
+        self.off = off
+
+    def __call__(
+        self, q: torch.Tensor, rows: torch.Tensor, v_head_dim: int, lens: torch.Tensor, table: torch.Tensor,
+        scale: float, causal: bool, plan: torch.Tensor | None, splits: torch.Tensor | None, out: None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert causal or q.shape[1] == 1
+        found = torch.empty(*q.shape[:3], v_head_dim, dtype=q.dtype)
+        for i, keys in enumerate(lens.tolist()):
+            k = rows[table[i].long()].flatten(0, 1)[:keys, 0].float()
+            s = torch.einsum("thd,jd->htj", q[i].float(), k) * (scale * self.off)
+            hidden = torch.ones(q.shape[1], keys, dtype=torch.bool).triu(keys - q.shape[1] + 1)
+            p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+            found[i] = torch.einsum("htj,jd->thd", p, k[:, :v_head_dim]).to(q.dtype)
+        return found, found, lens if plan is None else plan, lens if splits is None else splits
+
+
+@pytest.mark.parametrize("table", ["mla_decode_attention", "mla_extend_attention"])
+def test_vllms_flashmla_is_a_peer(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = "vllm flashmla"
+    monkeypatch.setattr("hal.bench.peers.flashmla", FlashMla)
+    (row,) = tables[table](True)
+    assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
+    monkeypatch.setattr("hal.bench.peers.flashmla", lambda: FlashMla(1.5))
+    (row,) = tables[table](True)
+    assert "differs from ours" in row["failed"][peer]
+
+
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])
 def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does nothing, one that can't be built, and ours when it is wrong."""

@@ -1,9 +1,9 @@
-"""The tables of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels for them; one query
-token a request, or a few, as where drafts are verified, which is extend_attention.
+"""The tables of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels and vLLM's build of
+FlashMLA; one query token a request, or a few, as where drafts are verified, which is extend_attention.
 
 At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
 what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
-the conformance suite's bound before anything is timed. FlashInfer is planned beforehand; ours has no plan.
+the conformance suite's bound before anything is timed. The peers are planned beforehand; ours has no plan.
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ class Inputs:
             )
         return made
 
+    def flashmla(self) -> dict[str, Callable[[int], Tensor]]:
+        run = peers.flashmla()
+        if run is None:
+            return {}
+        q = self.q.view(self.bs, max(self.tokens, 1), self.heads, 576)
+        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
+        given = [(q, self.rows, 512, lens, table, self.scale, self.tokens > 0) for table in self.tables]
+        plans = [run(*x, None, None, None)[2:] for x in given]
+        return {"vllm flashmla": lambda i: run(*given[i], *plans[i], None)[0].view(self.out.shape)}
+
 
 def check_forms(op: str = "decode_attention") -> None:
     """Judges `FORMS` of an op; raises where one is wrong."""
@@ -140,7 +150,7 @@ def check_forms(op: str = "decode_attention") -> None:
 
 def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
     x = Inputs(heads, bs, keys, tokens)
-    calls = {OURS: x.ours(), **x.flashinfer()}
+    calls = {OURS: x.ours(), **x.flashinfer(), **x.flashmla()}
     want = calls[OURS](0).float()
 
     def check(name: str, call: Callable[[], Any]) -> None:
