@@ -215,6 +215,47 @@ def test_vllms_flashmla_is_a_peer(tables: Tables, table: str, monkeypatch: pytes
     assert "differs from ours" in row["failed"][peer]
 
 
+class VllmFa3OfMla:
+    """Stands in for ``vllm.vllm_flash_attn`` over MLA's rows: rotated parts as q and k, the others beside them."""
+
+    def __init__(self, off: float = 1.0) -> None:
+        self.off = off
+
+    def get_scheduler_metadata(self, **about: Any) -> dict[str, Any]:
+        return about
+
+    def flash_attn_varlen_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_v: torch.Tensor, block_table: torch.Tensor,
+        softmax_scale: float, out: torch.Tensor, scheduler_metadata: dict[str, Any], seqused_k: torch.Tensor,
+        fa_version: int, **same: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        assert fa_version == 3
+        assert scheduler_metadata.items() >= same.items()
+        sizes = [scheduler_metadata[x] for x in ("num_heads_q", "headdim", "headdim_v", "batch_size")]
+        assert sizes == [q.shape[1], q.shape[2], q_v.shape[2], len(seqused_k)]
+        tokens = same["max_seqlen_q"]
+        for i, keys in enumerate(seqused_k.tolist()):
+            mine = slice(*same["cu_seqlens_q"][i : i + 2].tolist())
+            rotated, latent = (x[block_table[i].long()].flatten(0, 1)[:keys, 0].float() for x in (k, v))
+            s = torch.einsum("thd,jd->htj", q[mine].float(), rotated)
+            s = (s + torch.einsum("thd,jd->htj", q_v[mine].float(), latent)) * (softmax_scale * self.off)
+            hidden = torch.ones(tokens, keys, dtype=torch.bool).triu(keys - tokens + 1)
+            p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+            out[mine] = torch.einsum("htj,jd->thd", p, latent).to(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize("table", ["mla_decode_attention", "mla_extend_attention"])
+def test_vllms_fa3_is_a_peer_of_mla(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = "vllm fa3"
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3OfMla)
+    (row,) = tables[table](True)
+    assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: VllmFa3OfMla(1.5))
+    (row,) = tables[table](True)
+    assert "differs from ours" in row["failed"][peer]
+
+
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])
 def test_what_is_wrong_is_not_timed(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does nothing, one that can't be built, and ours when it is wrong."""

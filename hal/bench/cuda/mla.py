@@ -1,5 +1,5 @@
-"""The tables of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels and vLLM's build of
-FlashMLA; one query token a request, or a few, as where drafts are verified, which is extend_attention.
+"""The tables of MLA decode: rows of 576 shared by all query heads, beside FlashInfer's own kernels and vLLM's builds of
+FlashAttention 3 and FlashMLA; one query token a request, or a few, as where drafts are verified: extend_attention.
 
 At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
 what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
+from hal.bench.cuda.attention import SPLITS
 from hal.bench.cuda.harness import table_of, time_row
 from hal.bench.judge import prove
 
@@ -128,6 +129,28 @@ class Inputs:
             )
         return made
 
+    def vllm_fa3(self) -> dict[str, Callable[[int], Tensor]]:
+        """vLLM's build of FA3 as its engine decodes MLA by it: rotated parts as queries and keys, the rest beside."""
+        module = peers.vllm_fa3()
+        if module is None:
+            return {}
+        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
+        starts = torch.arange(self.bs + 1, device=inputs.DEVICE, dtype=torch.int32) * max(self.tokens, 1)
+        same = {"max_seqlen_q": max(self.tokens, 1), "max_seqlen_k": self.keys, "cu_seqlens_q": starts, "causal": True}
+        same |= {"num_splits": SPLITS}
+        plans = [
+            module.get_scheduler_metadata(
+                batch_size=self.bs, num_heads_q=self.heads, num_heads_kv=1, headdim=64, headdim_v=512,
+                cache_seqlens=lens, qkv_dtype=self.q.dtype, page_size=PAGE, **same,
+            )
+            for _ in self.tables
+        ]  # fmt: skip
+        call = partial(
+            module.flash_attn_varlen_func, self.q[..., 512:], self.rows[..., 512:], self.rows[..., :512],
+            q_v=self.q[..., :512], seqused_k=lens, softmax_scale=self.scale, fa_version=3, **same,
+        )  # fmt: skip
+        return {"vllm fa3": lambda i: call(block_table=self.tables[i], scheduler_metadata=plans[i], out=self.out)}
+
     def flashmla(self) -> dict[str, Callable[[int], Tensor]]:
         run = peers.flashmla()
         if run is None:
@@ -150,7 +173,7 @@ def check_forms(op: str = "decode_attention") -> None:
 
 def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
     x = Inputs(heads, bs, keys, tokens)
-    calls = {OURS: x.ours(), **x.flashinfer(), **x.flashmla()}
+    calls = {OURS: x.ours(), **x.flashinfer(), **x.vllm_fa3(), **x.flashmla()}
     want = calls[OURS](0).float()
 
     def check(name: str, call: Callable[[], Any]) -> None:
