@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from hal.backends.cuda import _attention
-from hal.backends.cuda._turns import find, tell
+from hal.backends.cuda._turns import find, find_part, tell
 from hal.backends.cuda.decode_attention_lanes import E4M3, E5M2
 
 ROWS = gl.constexpr(64)
@@ -287,30 +287,52 @@ def _widened(
 
 
 @gluon.jit
+def _next(item, items, counter):
+    """The item after one: by the counter, where programs do more than one."""
+    programs = gl.num_programs(0)
+    item += programs
+    if items > programs:
+        # Not before the last rows are asked for: else long tiles are taken by who is busy for long. Every item is
+        # followed by one look at the counter: who sees the last number leaves it as it was found.
+        after = gl.atomic_add(counter, 1, sem="relaxed")
+        if after == items - 1:
+            gl.store(counter, 0)
+        item = after + programs
+    return item
+
+
+@gluon.jit
 def fetch(
-    q, k_cache, v_cache, kv_indices, batch, counters, window, turns, q_tiles, k_ring, v_ring, places, barriers, strides,
-    kc_head, vc_head, num_slots, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
-    HEADS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
-    FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr, UNIT: gl.constexpr,
-    MAP: gl.constexpr,
+    q, k_cache, v_cache, kv_indices, batch, split, counters, window, turns, q_tiles, k_ring, v_ring, places, barriers,
+    strides, kc_head, vc_head, num_slots, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK: gl.constexpr, FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr,
+    UNIT: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """What the tiles of a program take, tile after tile (`_turns.py`)."""
     N: gl.constexpr = v_ring.shape[1]
     SIZE: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
     ROW: gl.constexpr = (2 * v_ring.shape[2] + REST) * SIZE
     counter = counters.to(gl.pointer_type(gl.int32), bitcast=True)
-    programs = gl.num_programs(0)
     item = gl.program_id(0)
     items = item + 1  # known with the first
     stage = 0
     free = 1
     done = 0
     while item < items:
-        items, tile, lowest, low, high, begin, kv_head = find(
-            item, batch, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW
-        )
-        if item < items:
-            tell(turns, done, tile, lowest, low, high)
+        if SPLIT:
+            items, tile, lowest, low, high, begin, kv_head, line = find_part(
+                item, batch, split, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, BLOCK, FEW
+            )
+            some = tile[1] > 0
+        else:
+            items, tile, lowest, low, high, begin, kv_head = find(
+                item, batch, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW
+            )
+            line = None
+            some = item < items
+        if some:
+            tell(turns, done, tile, lowest, low, high, line)
             k_base = k_cache + kv_head.to(gl.int64) * kc_head * UNIT
             v_base = v_cache + kv_head.to(gl.int64) * vc_head * UNIT
             columns = (kv_head * kc_head.to(gl.int32) * UNIT, kv_head * vc_head.to(gl.int32) * UNIT)
@@ -325,14 +347,11 @@ def fetch(
                     places, barriers, strides, num_slots, k_map, v_map, columns, K_PAGE, V_PAGE, UNIT, HEADS, MAP,
                 )  # fmt: skip
             done += 1
-            item += programs
-            if items > programs:
-                # Not before the last rows are asked for: else long tiles are taken by who is busy for long. Every item
-                # is followed by one look at the counter: who sees the last number leaves it as it was found.
-                after = gl.atomic_add(counter, 1, sem="relaxed")
-                if after == items - 1:
-                    gl.store(counter, 0)
-                item = after + programs
+            if not SPLIT:
+                item = _next(item, items, counter)
+        if SPLIT:  # noqa: SIM102, what is known when it is compiled stands alone
+            if item < items:
+                item = _next(item, items, counter)
     tell(turns, done, (0, 0, 0, 0), 0, 0, 0)
     if SIZE > 1:
         async_copy.wait_group(0)

@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from hal.backends.cuda import _split
+from hal.backends.cuda import _tiles
 from hal.backends.cuda._fetch import WORD, _half, _put, exponent, magnitude, power
 
-row_at = gluon.jit(_split.row_at.fn)
+row_at = gluon.jit(_tiles.row_at.fn)
 
 
 @gluon.jit

@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from hal.backends.cuda import _split
+from hal.backends.cuda import _tiles
 from hal.backends.cuda.extend_attention_hopper import ROWS
 
-row_at = gluon.jit(_split.row_at.fn)
+row_at = gluon.jit(_tiles.row_at.fn)
 
 HALF = gl.constexpr(256)
 """Elements of a row that are fetched, multiplied and freed together: the values that a group sums."""

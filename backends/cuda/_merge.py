@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, attr-defined"
 """The launch that merges the parts which decode_attention's kernels leave of requests, or of query tokens.
 
-Of a tile of query tokens (`_tokens.py`) who leads it is noted, and a line of a part is a token's and its query head's.
+Of a tile of query tokens (`_tiles.py`) a line of a part is a token's and its query head's.
 """
 
 from collections.abc import Iterator
@@ -47,32 +47,22 @@ FEW = Form(32, 32, 1, 256, 1024)
 
 
 @triton.jit
-def _leader(tokens, t, mask, TOKENS: tl.constexpr):
-    """(who leads the tile of each token, how far behind it is)."""
-    if TOKENS > 1:
-        behind = tl.maximum(-tl.load(tokens + 4 * t + 2, mask, other=0.0).to(tl.int32, bitcast=True), 0)
-        return t - behind, behind
-    else:
-        return t, 0
-
-
-@triton.jit
 def column(d):
     """Of which column element d of a part is, where pairs of 16 have changed places as `wgmma` leaves them: 0 1 8 9 2
     3 10 11 4 5 12 13 6 7 14 15."""
     return (d & ~14) | ((d & 2) << 2) | ((d & 12) >> 1)
 
 
-@launch.jit(do_not_specialize=("tokens", "part_lse", "lse", "out_row", "out_head", "n", "programs"))
+@launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "n", "programs"))
 def merge_kernel(
-    tokens, part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
+    part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
     Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
     ROWS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
-    manieth request a program. Of query tokens in tiles of up to TOKENS, of each token; else `tokens` is not read.
-    EARLY: the next kernel may begin while parts are still made. Where those who make them share multiprocessors, its
-    programs would crowd where the first of these end."""
+    manieth request a program; TOKENS: of query tokens, in tiles of up to so many, of each token. EARLY: the next kernel
+    may begin while parts are still made. Where those who make them share multiprocessors, its programs would crowd
+    where the first of these end."""
     if PDL:
         if EARLY:
             gdc_launch_dependents()
@@ -84,24 +74,26 @@ def merge_kernel(
     head = line % Q_HEADS
     d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
     apart = tl.num_programs(0) // LINES
-    at = notes(part_lse, n, programs, Q_HEADS * TOKENS)
+    ROW: tl.constexpr = Q_HEADS * max(TOKENS, 1)
+    NOTE: tl.constexpr = 4 if TOKENS else 2
+    at = notes(part_lse, n, programs, ROW)
     for first in range(tl.program_id(0) // LINES, n, 16 * apart):
         # Mostly there is nothing to merge: seen by one look.
         mine = first + tl.arange(0, 16) * apart
-        leaders, _ = _leader(tokens, mine, mine < n, TOKENS)
-        if tl.max(tl.load(at + 2 * leaders.to(tl.int64), mine < n, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
+        if tl.max(tl.load(at + NOTE * mine.to(tl.int64), mine < n, other=0.0).to(tl.int32, bitcast=True), 0) > 1:
             for request in range(first, tl.minimum(first + 16 * apart, n), apart):
                 row = tl.cast(request, tl.int64)
-                leader, behind = _leader(tokens, row, True, TOKENS)
-                parts = tl.load(at + 2 * leader).to(tl.int32, bitcast=True)
+                parts = tl.load(at + NOTE * row).to(tl.int32, bitcast=True)
                 if parts > 1:
-                    before = tl.load(at + 2 * leader + 1).to(tl.int32, bitcast=True)
+                    before = tl.load(at + NOTE * row + 1).to(tl.int32, bitcast=True)
                     own = head + tl.arange(0, 1)
+                    behind = 1
+                    line_of = own
+                    if TOKENS:
+                        behind = tl.load(at + NOTE * row + 2).to(tl.int32, bitcast=True)
+                        line_of = own + Q_HEADS * tl.load(at + NOTE * row + 3).to(tl.int32, bitcast=True)
                     each = tl.arange(0, ROWS)
-                    acc, sums = merged(
-                        part, part_lse, before, 1, parts, behind * Q_HEADS + own, each, d, own >= 0, Q_HEADS * TOKENS,
-                        DV,
-                    )  # fmt: skip
+                    acc, sums = merged(part, part_lse, before, behind, parts, line_of, each, d, own >= 0, ROW, DV)
                     to = out + row * out_row + head * out_head + (column(d) if PAIRED else d)[None, None, :]
                     tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
                     if LSE:
@@ -109,20 +101,21 @@ def merge_kernel(
 
 
 def steps(
-    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[str, int, int], tokens: object = None
+    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[tuple[str, int, int], ...], most: int = UNBOUNDED
 ) -> Iterator[Step]:
     """What merges the parts that `run` leaves, in a form that follows from how many lines there are: of a request, or
-    query token, and head each."""
-    heads, grouped = run.static["Q_HEADS"], run.static.get("TOKENS", 1)
+    query token, no more than `most` of these, and head each."""
+    heads = run.static["Q_HEADS"]
     same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "PDL", "launch_pdl")}
-    same |= {"TOKENS": grouped, "DV": v_dim, "PAIRED": run.static.get("PAIRED", False), "EARLY": v_dim == 512}
+    same |= {"TOKENS": run.static.get("TOKENS", 0), "PAIRED": run.static.get("PAIRED", False)}
+    same |= {"DV": v_dim, "EARLY": v_dim == 512}
     low = -1
     for form in _forms(v_dim):
-        high = max(form.lines // heads, low)
+        high = max(min(form.lines // heads, most), low)
         merge = merge_kernel.bind(**same, PIECE=form.piece, ROWS=form.rows, num_warps=form.warps)
         lines = heads * -(-v_dim // form.piece)
         grid = length("q").at_most(max(FEW_MERGED, form.programs // lines)).times(lines)
-        yield Step(merge, grid, (tokens if grouped > 1 else None, *args), (some, ("q", low, high)))
+        yield Step(merge, grid, args, (*some, ("q", low, high)))
         low = high
 
 

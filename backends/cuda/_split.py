@@ -5,8 +5,7 @@ alone; the program that is the last of a request's to be done merges what they l
 `each` is ``arange(0, BLOCK)``, of so many requests as a program looks at together. The caller makes it, since in Gluon
 it needs a layout; everything else here compiles as Triton and as Gluon.
 
-Instead of requests there may be query tokens: `kv_indptr` is then fp32, four numbers a token (`_tokens.py`), and a
-request that asks for nothing, of -1 keys, has no part.
+Of requests with more than one query: `_tiles.py`.
 """
 
 import triton
@@ -29,12 +28,9 @@ def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, 
     before = tl.cast(0, tl.int32)
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
-        most = even(total_of(n), programs, SHORTEST)
-        some = bs < programs
-        if kv_indptr.dtype.element_ty == tl.float32:
-            some = bs > 1  # of tokens only those that lead a tile have parts
-        if (bs > 1) & some:
-            most = wider(n, most, programs)
+        most = even(total_of(n, 1), programs, SHORTEST)
+        if (bs > 1) & (bs < programs):
+            most = wider(n, 1, most, programs)
         chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
         parts = counts(n, chunk)
         stop = tl.cumsum(parts, 0)
@@ -44,7 +40,7 @@ def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, 
     else:
         total = tl.cast(0, tl.int64)
         for b in range(0, bs, BLOCK):
-            total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW))
+            total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 1)
         chunk = tl.minimum(even(total, programs, SHORTEST), tl.maximum(nnz, 1)).to(tl.int32)
         base = tl.cast(0, tl.int32)
         for b in range(0, bs, BLOCK):
@@ -60,17 +56,18 @@ def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, 
 @triton.jit
 def seen(kv_indptr, i, nnz, bs, window, WINDOW: tl.constexpr):
     """How many keys of each request are seen, int32; -1 for what has no part."""
-    n = tl.where(i < bs, keys(kv_indptr, i, i < bs, nnz), -1)
+    n = tl.where(i < bs, lengths(kv_indptr, i, i < bs, nnz), -1)
     if WINDOW:
         n = tl.minimum(n, window + 1)
     return n
 
 
 @triton.jit
-def total_of(n):
-    """The sum of what is not below 0, int64, by two sums of 32 bits: one in 64 takes twice the steps for each half."""
+def total_of(n, tiles):
+    """The sum of what is not below 0, `tiles` times each, int64, by two sums of 32 bits: one in 64 takes twice the
+    steps for each half."""
     n = tl.maximum(n, 0)
-    return (tl.sum(n >> 16).to(tl.int64) << 16) + tl.sum(n & 0xFFFF)
+    return (tl.sum((n >> 16) * tiles).to(tl.int64) << 16) + tl.sum((n & 0xFFFF) * tiles)
 
 
 @triton.jit
@@ -82,15 +79,16 @@ def even(total, programs, SHORTEST: tl.constexpr):
 
 
 @triton.jit
-def wider(n, most, programs):
-    """The least of `most` and up to twice as many of which parts run at once; `most`, if of none."""
+def wider(n, tiles, most, programs):
+    """The least of `most` and up to twice as many of which parts run at once; `most`, if of none. `tiles`: how often
+    each request is split."""
     given = tl.minimum(most, 2**30 - 1)
     w1, w2, w3, w4 = given + given // 8, given + given // 4, given + given // 2, given * 2
-    best = tl.where(tl.sum(counts(n, w4)) <= programs, w4, most)
-    best = tl.where(tl.sum(counts(n, w3)) <= programs, w3, best)
-    best = tl.where(tl.sum(counts(n, w2)) <= programs, w2, best)
-    best = tl.where(tl.sum(counts(n, w1)) <= programs, w1, best)
-    return tl.where(tl.sum(counts(n, most)) <= programs, most, best)
+    best = tl.where(tl.sum(counts(n, w4) * tiles) <= programs, w4, most)
+    best = tl.where(tl.sum(counts(n, w3) * tiles) <= programs, w3, best)
+    best = tl.where(tl.sum(counts(n, w2) * tiles) <= programs, w2, best)
+    best = tl.where(tl.sum(counts(n, w1) * tiles) <= programs, w1, best)
+    return tl.where(tl.sum(counts(n, most) * tiles) <= programs, most, best)
 
 
 @triton.jit
@@ -107,60 +105,16 @@ def counts(n, chunk):
 
 
 @triton.jit
-def keys(kv_indptr, i, mask, nnz):
-    """How many each request has, int32, or -1; 0 where not `mask`."""
-    if kv_indptr.dtype.element_ty == tl.float32:
-        return tl.load(kv_indptr + 4 * i + 1, mask, other=0.0).to(tl.int32, bitcast=True)
-    else:
-        return lengths(kv_indptr, i, mask, nnz)
-
-
-@triton.jit
-def tile_of(kv_indptr, token, GROUP: tl.constexpr):
-    """(rows of the tile that a token leads, how many keys it sees itself; each next token one more)."""
-    tokens = tl.load(kv_indptr + 4 * token + 2).to(tl.int32, bitcast=True)
-    return tokens * GROUP, tl.load(kv_indptr + 4 * token + 3).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def row_at(r, token, head, GROUP: tl.constexpr, TOKENS: tl.constexpr):
-    """Where row r of a tile begins: a query head's, or that of a token and its query head."""
-    if TOKENS > 1:
-        which = token_of(r, GROUP, TOKENS)
-        return which * token + (r - which * GROUP) * head
-    else:
-        return r * head
-
-
-@triton.jit
-def token_of(r, GROUP: tl.constexpr, TOKENS: tl.constexpr):
-    """Which of a tile's tokens row r is of, ``r // GROUP``: what a quotient by no power of two needs is kept in
-    registers over the loop, which has none left."""
-    if GROUP & (GROUP - 1) == 0:
-        return r // GROUP
-    else:
-        token = r * 0
-        for t in tl.static_range(1, TOKENS):
-            token += (r >= t * GROUP).to(token.dtype)
-        return token
-
-
-@triton.jit
-def unsplit(kv_indptr, c, nnz, bs):
+def unsplit(c, nnz):
     """`find`, where each request is one part: nothing is to be added up."""
-    request = tl.where(keys(kv_indptr, c, c < bs, nnz) < 0, bs, c)
-    return tl.cast(tl.maximum(nnz, 1), tl.int32), request, c
+    return tl.cast(tl.maximum(nnz, 1), tl.int32), c, c
 
 
 @triton.jit
 def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
     """(where the keys of part c's request begin, its parts, the first key of c, the key after its last), in steps."""
-    if kv_indptr.dtype.element_ty == tl.float32:
-        begin = tl.load(kv_indptr + 4 * request).to(tl.int32, bitcast=True)
-        length = tl.load(kv_indptr + 4 * request + 1).to(tl.int32, bitcast=True)
-    else:
-        begin = entry(kv_indptr, request, nnz)
-        length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    begin = entry(kv_indptr, request, nnz)
+    length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
     if WINDOW:
         seen = tl.minimum(length, window + 1)
         begin += length - seen

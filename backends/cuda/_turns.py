@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hal.backends.cuda import _attention
+from hal.backends.cuda import _attention, _tiles
 
 L2 = gl.constexpr(32 * 2**20)
 """Bytes of keys and values that programs may read at a time: of the 50 MB on the chip, most."""
@@ -18,7 +18,16 @@ TOLD = gl.constexpr(8)
 """Room for the numbers that are told of a tile. `turns` are those of two tiles, the barriers at which they are told,
 and those at which they are no more needed."""
 
+SHORTEST = gl.constexpr(256)
+"""Keys that a part has at least."""
+WHOLE = gl.constexpr(1024)
+"""No request is split if none has more keys: what is split takes another launch."""
+
 entry = gluon.jit(_attention.entry.fn)
+find_tile = gluon.jit(_tiles.find.fn)
+note = gluon.jit(_tiles.note.fn)
+note_none = gluon.jit(_tiles.note_none.fn)
+part_of = gluon.jit(_tiles.part_of.fn)
 lengths = gluon.jit(_attention.lengths.fn)
 within = gluon.jit(_attention.within.fn)
 
@@ -161,6 +170,49 @@ def find(
 
 
 @gluon.jit
+def find_part(
+    item, batch, split, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    TOKENS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+):  # fmt: skip
+    """As `find`, of parts of tiles, and where what is left of it goes: the line of parts, or -1 if it is all of a tile.
+    A tile of no tokens is none. Tells the launch that merges what it needs to know."""
+    qo_indptr, kv_indptr, n, nnz, bs = batch
+    part_lse, programs = split
+    KV_HEADS: gl.constexpr = Q_HEADS // GROUP
+    LINES: gl.constexpr = Q_HEADS * TOKENS
+    n = n.to(gl.int32)
+    block = item % BLOCKS
+    c = item // BLOCKS
+    few = gl.arange(0, FEW, _each(FEW))
+    many = gl.arange(0, BLOCK, _each(BLOCK))
+    if bs <= FEW:
+        chunk, request, before, falls, every = find_tile(
+            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS
+        )
+    else:
+        chunk, request, before, falls, every = find_tile(
+            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS
+        )
+    if item == gl.program_id(0):
+        for token in range(item, n, gl.num_programs(0)):
+            note_none(qo_indptr, part_lse, falls, token, n, bs, programs, LINES)
+    zero = item * 0
+    token, rows, line, begin, low, high, sees = zero, zero, zero - 1, zero, zero, zero, zero
+    if (request < bs) & (c < every):
+        tile, begin, low, high, sees = part_of(
+            qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, N
+        )
+        note(part_lse, gl.arange(0, 128, _each(128)), tile, c, falls, n, programs, LINES)
+        token = tile[0]
+        rows = tile[1]
+        line = gl.where(tile[4] > 1, c, -1)
+    kv_head = block // (BLOCKS // KV_HEADS)
+    member = block % (BLOCKS // KV_HEADS) * HEADS
+    asked = (token, rows, kv_head * GROUP + member, gl.minimum(GROUP - member, HEADS))
+    return every * BLOCKS, asked, sees - 1, low, high, begin, kv_head, line
+
+
+@gluon.jit
 def _put(turn, i: gl.constexpr, x):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     turn.slice(i, 1).store(gl.full([1], x, gl.int32, ONE))
@@ -173,7 +225,7 @@ def _get(turn, i: gl.constexpr):
 
 
 @gluon.jit
-def tell(turns, done, tile, lowest, low, high):
+def tell(turns, done, tile, lowest, low, high, line=None):
     """The next tile after so many, to those who multiply; one of no tokens says that there is none."""
     numbers, full, empty = turns
     mbarrier.wait(empty.index(done & 1), (done >> 1 & 1) ^ 1)
@@ -185,6 +237,8 @@ def tell(turns, done, tile, lowest, low, high):
     _put(mine, 4, tile[0])
     _put(mine, 5, tile[2])
     _put(mine, 6, tile[3])
+    if line is not None:
+        _put(mine, 7, line)
     gl.thread_barrier()
     mbarrier.arrive(full.index(done & 1))
 
@@ -204,6 +258,13 @@ def tile_of(turns, done):
     numbers, _, _ = turns
     mine = numbers.index(done & 1)
     return _get(mine, 4), _get(mine, 0), _get(mine, 5), _get(mine, 6)
+
+
+@gluon.jit
+def line_of(turns, done):
+    """Of that tile: the line of parts that it is, or -1."""
+    numbers, _, _ = turns
+    return _get(numbers.index(done & 1), 7)
 
 
 @gluon.jit

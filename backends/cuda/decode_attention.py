@@ -241,7 +241,8 @@ def _plan(
             **{**same, "FEW": HOPPER_FEW},
             K_KIND=scale_kind(k_scale),
             V_KIND=scale_kind(v_scale),
-            TOKENS=1,
+            TOKENS=0,
+            CAUSAL=False,
             MAP=by_boxes(k_cache, kc[0], group),
             PAIRED=not fp8,  # over fp8 registers are too short
             num_warps=4,
@@ -322,18 +323,19 @@ def _plans(
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `note`
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
+    no_tokens = (None, 0) if "TOKENS" in run.static else ()
     # Split for one program alone, each request is one part, and there is nothing to merge.
     for parts, least, longest in ((1, -1, WHOLE), (programs, WHOLE, 2**31)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", *counters, part, sums, "k_scale",
             "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts,
-            window, "scale", "logit_cap",
+            window, "scale", "logit_cap", *no_tokens,
         )  # fmt: skip
         some = (("kv_indices", least, longest),)
         steps.append(Step(run, length("q", times=blocks) + parts * blocks, args, some))
     # With one program a kernel notes no parts, since no request has more than one.
     if programs > 1 and not run.static.get("TOGETHER"):
-        steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, length("q"), programs), some[0])
+        steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, length("q"), programs), some)
     return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 

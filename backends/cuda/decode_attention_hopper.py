@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _attention, _split
+from hal.backends.cuda import _attention, _split, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
@@ -31,12 +31,15 @@ from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
 find = gluon.jit(_split.find.fn)
+find_tile = gluon.jit(_tiles.find.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
+note_none = gluon.jit(_tiles.note_none.fn)
+note_tile = gluon.jit(_tiles.note.fn)
+part_of = gluon.jit(_tiles.part_of.fn)
 positive = gluon.jit(_attention.positive.fn)
-row_at = gluon.jit(_split.row_at.fn)
-tile_of = gluon.jit(_split.tile_of.fn)
-token_of = gluon.jit(_split.token_of.fn)
+row_at = gluon.jit(_tiles.row_at.fn)
+token_of = gluon.jit(_tiles.token_of.fn)
 unsplit = gluon.jit(_split.unsplit.fn)
 without = gluon.jit(_attention.without.fn)
 
@@ -249,16 +252,18 @@ def _init_barriers(q_full, done, full, empty, p_full, FP8: gl.constexpr, MAP: gl
     do_not_specialize=(
         "kv_indptr", "kv_indices", "lse", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "vc_page",
         "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window", "scale", "cap",
+        "qo_indptr", "n",
     ),
 )  # fmt: skip
 def decode_attention_hopper_kernel(
     q, k_cache, v_cache, kv_indptr, kv_indices, out, lse, part, part_lse, k_scale, v_scale,
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
-    num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap, map,
+    num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
+    qo_indptr, n: gl.int32, map,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
-    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, MAP: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
@@ -299,26 +304,45 @@ def decode_attention_hopper_kernel(
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
-    if programs == 1:
-        chunk, request, before = unsplit(kv_indptr, c, nnz, bs)
+    LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    if TOKENS:
+        if bs <= FEW:
+            chunk, request, before, falls, _ = find_tile(
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+            )
+        else:
+            chunk, request, before, falls, _ = find_tile(
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+            )
+        note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
+    elif programs == 1:
+        chunk, request, before = unsplit(c, nnz)
     elif bs <= FEW:
         chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
     else:
         chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
 
     if request < bs:
-        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
-        note(part_lse, request, c, before, parts, bs, programs, Q_HEADS * TOKENS)
-        tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS
         heads = gl.minimum(GROUP - member, ROWS)
         head = kv_head * GROUP + member
-        first = high
-        if TOKENS > 1:
-            heads, first = tile_of(kv_indptr, request, GROUP)
-        row = request.to(gl.int64)
-        line = c.to(gl.int64) * (Q_HEADS * TOKENS) + head
+        if TOKENS:
+            tile, begin, low, high, first = part_of(
+                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, KEYS
+            )
+            note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
+            parts = tile[4]
+            row = tile[0].to(gl.int64)
+            if TOKENS > 1:
+                heads = tile[1] * GROUP
+        else:
+            begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
+            row = request.to(gl.int64)
+            first = high
+        tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
+        line = c.to(gl.int64) * LINES + head
         q += (row * q_row + head * q_head) * UNIT
         out += (row * out_row + head * out_head) * UNIT
         if LSE:

@@ -16,19 +16,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal._errors import ArgumentError
-from hal.backends.cuda import _attention, _tokens
+from hal.backends.cuda import _attention, _merge, _tokens
 from hal.backends.cuda._attention import LN2, LOG2E, entry, factor, lengths, place, positive, settled, tanh, tile
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
-from hal.triton.plans import MOST, Counters, Plan, Size, Step, length, plans
+from hal.triton.plans import MOST, Counters, Plan, Scratch, Size, Step, length, plans
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
+LONG = 2048
+"""More listed keys may be split on Hopper."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
 """(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
 
@@ -309,7 +311,11 @@ def _plan(
         from hal.backends.cuda.extend_attention_hopper import extend_attention_hopper_kernel
 
         run = extend_attention_hopper_kernel.bind(
-            **same, D=d0, REST=d1, MAP=n == 128 and k_page == 1 and v_page <= 1 and by_boxes(k_cache, v_cache, kc, vc)
+            **same,
+            SPLIT=False,
+            D=d0,
+            REST=d1,
+            MAP=n == 128 and k_page == 1 and v_page <= 1 and by_boxes(k_cache, v_cache, kc, vc),
         )
     else:
         run = extend_attention_kernel.bind(
@@ -359,14 +365,34 @@ def _plans(
     counters: tuple[Counters, ...] = ()
     most: tuple[Size, ...] = (around,)
     if hopper:  # whose programs do tile after tile, one program a multiprocessor
-        programs, counters, most = programs.at_most(multiprocessors(q.get_device())), (Counters(),), ()
+        at_once = multiprocessors(q.get_device()) if q.get_device() >= 0 else 16
+        programs, counters, most = programs.at_most(at_once), (Counters(),), ()
     args = (
         "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", to, "lse", *counters, "k_scale",
         "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, *most,
         max(0, min(sliding_window, 2**30)), "scale", "logit_cap",
     )  # fmt: skip
-    step = Step(run, programs, args, (("q", 0, MOST), ("qo_indptr", 1, MOST)))
-    return Plan((step,), Size() if hopper else None, returns)
+    some = ("qo_indptr", 1, MOST)
+    if not hopper:
+        return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), None, returns)
+    args = (*args, None, None, 1)
+    parts = at_once // blocks
+    if window or parts < 2:
+        return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), Size(), returns)
+    # Where tiles do not fill the device, keys are split, if they are many.
+    n, v_dim, rows, few = length("q"), v_cache.shape[-1], q.shape[1] * tokens, parts * tokens // 2
+    lines = 5 * parts // 2 * rows  # of no more than parts / 2 whole tiles, a last one of each request, and the parts
+    part, part_lse = Scratch(Size()), Scratch(Size(lines * v_dim))
+    split = run.kernel.bind(**{**run.static, "SPLIT": True})
+    little, much = ("kv_indices", -1, LONG), ("kv_indices", LONG, MOST)
+    steps = [
+        Step(run, programs, args, (("q", few, MOST), some)),
+        Step(run, programs, args, (("q", 0, few), ("qo_indptr", parts, MOST))),
+        Step(run, programs, args, (("q", 0, few), ("qo_indptr", 1, parts), little)),
+        Step(split, Size(at_once), (*args[:-3], part, part_lse, parts), (("q", 0, few), ("qo_indptr", 1, parts), much)),
+        *_merge.steps(split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), few),
+    ]
+    return Plan(tuple(steps), (n.at_most(few) + parts).times(rows) + n.times(4) + lines * v_dim, returns)
 
 
 @_plans.launcher

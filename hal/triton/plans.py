@@ -130,7 +130,7 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
     """Of the kernel: names of the call's arguments, `Size`, `Scratch`, `Counters`, constants. Numbers go as floats."""
     where: tuple[tuple[str, int, int], ...] = ()
-    """(argument, low, high): started only where low < its length <= high; at most two."""
+    """(argument, low, high): started only where low < its length <= high; at most three."""
 
 
 RESULT = "return"

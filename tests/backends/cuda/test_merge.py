@@ -16,7 +16,7 @@ from hal.backends.cuda._merge import merge_kernel
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1"
 )
-HEADS, PROGRAMS = 3, 23
+HEADS, PROGRAMS = 3, 45
 TILES = ((1, 0), (4, 5), (2, 1), (3, 9), (1, 2), (4, 4), (2, 0), (3, 1), (1, 3))
 """(tokens, parts): of no part where the tokens are no request's, of one where the kernel before has written them."""
 
@@ -36,30 +36,31 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
         (3, 40, 64, 2, False),
         (4, 40, 16, 30, False),
         (1, 40, 16, 1, False),
-        (1, 64, 32, 1, True),
+        (0, 40, 16, 2, False),
+        (0, 64, 32, 1, True),
         (3, 64, 64, 2, True),
     ],
     ids=str,
 )
 def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> None:
-    """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several."""
+    """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several. Of
+    `tokens` 0 each is a request, whose parts are one behind the other."""
     rng = torch.Generator().manual_seed(tokens)
-    tiles = [(min(rows, tokens), parts) for rows, parts in TILES]
-    n, lines = sum(rows for rows, _ in tiles), HEADS * tokens
+    many, between, note = max(tokens, 1), 2 if tokens else 1, 4 if tokens else 2
+    tiles = [(min(rows, many), parts) for rows, parts in TILES]
+    n, lines = sum(rows for rows, _ in tiles), HEADS * many
     # What no part has is NaN, so that it shows where it is read.
-    part = torch.full((n + PROGRAMS, tokens, HEADS, dv), torch.nan)
-    scratch = torch.full(((n + PROGRAMS) * lines + 2 * n,), torch.nan)
-    sums = scratch[: (n + PROGRAMS) * lines].view(n + PROGRAMS, tokens, HEADS)
-    notes = scratch[(n + PROGRAMS) * lines :].view(torch.int32).view(n, 2)
-    found = torch.full((n, 4), -7, dtype=torch.int32)
+    part = torch.full((n + PROGRAMS, many, HEADS, dv), torch.nan)
+    scratch = torch.full(((n + PROGRAMS) * lines + note * n,), torch.nan)
+    sums = scratch[: (n + PROGRAMS) * lines].view(n + PROGRAMS, many, HEADS)
+    notes = scratch[(n + PROGRAMS) * lines :].view(torch.int32).view(n, note)
     out, lse = torch.full((n, HEADS, dv), torch.nan), torch.full((n, HEADS), torch.nan)
     want, want_lse = out.clone(), lse.clone()
     before = t = 0
     for rows, parts in tiles:
-        notes[t : t + rows, 0] = 0
-        notes[t] = torch.tensor([parts, before])
-        found[t : t + rows, 2] = torch.tensor([rows, *range(-1, -rows, -1)])
-        some = slice(before, before + parts)
+        for row in range(rows):
+            notes[t + row] = torch.tensor([parts, before, between, row][:note])
+        some = slice(before, before + parts * between, between)
         part[some, :rows] = torch.randn(parts, rows, HEADS, dv, generator=rng)
         sums[some, :rows] = 20 * torch.randn(parts, rows, HEADS, generator=rng)
         sums[some, :rows][1::3] = -torch.inf
@@ -67,15 +68,14 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> No
         if parts > 1:
             for row in range(rows):
                 want[t + row], want_lse[t + row] = expected(part[some, row], sums[some, row])
-        before, t = before + parts, t + rows
+        before, t = before + parts * between, t + rows
     assert before <= n + PROGRAMS
     if paired:  # as `wgmma` leaves a row: columns 0 1 and 8 9 of each 16 side by side, then 2 3 and 10 11
         part = part.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
     form = {"PIECE": piece, "ROWS": 4, "PAIRED": paired, "EARLY": paired}
     run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
-    given = None if tokens == 1 else found.view(torch.float32)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
-    run.start(grid, given, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
+    run.start(grid, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
     torch.testing.assert_close(out, want, equal_nan=True)
     torch.testing.assert_close(lse, want_lse, equal_nan=True)
     assert bool((lse == -torch.inf).any())

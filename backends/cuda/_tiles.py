@@ -1,0 +1,162 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+"""How the query tokens of requests are cut into tiles, and their keys into parts (`_split.py`): found by each program
+from qo_indptr and kv_indptr alone, as decode_attention's are.
+
+A tile is up to TOKENS tokens of one request, as many as fit the kernel's rows with their query heads, so that keys are
+read once for all of them. All tiles of a request have as many parts, and those over the same keys run side by side, so
+that most of them find the rows in the L2. Where a request ends before it begins, requests may overlap, and their tiles
+be more than there are programs: then each token is a tile of one part, of the first request that has it.
+"""
+
+import triton
+import triton.language as tl
+
+from hal.backends.cuda._attention import entry, lengths, within
+from hal.backends.cuda._split import counts, even, notes, total_of, wider
+
+
+@triton.jit
+def find(
+    qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, WHOLE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """(how many keys a part has at most, the request that c is a part of a tile of, or bs, those of requests before,
+    whether a request ends before it begins, how many there are of all: no more than tiles and `programs`). Where no
+    request has more than WHOLE keys, none is split."""
+    BLOCK: tl.constexpr = each.shape[0]
+    request = tl.cast(0, tl.int32)
+    before = tl.cast(0, tl.int32)
+    falls = tl.cast(0, tl.int32)
+    every = tl.cast(0, tl.int32)
+    chunk = tl.maximum(nnz, 1).to(tl.int32)
+    if bs <= BLOCK:
+        tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
+        keys = lengths(kv_indptr, each, each < bs, nnz)
+        if programs > 1:
+            most = even(total_of(keys, tiles), programs, SHORTEST)
+            split = tl.minimum(wider(keys, tiles, most, programs), chunk)
+            chunk = tl.where(tl.max(keys) > WHOLE, split, chunk) if WHOLE else split
+        parts = counts(keys, chunk) * tiles
+        stop = tl.cumsum(parts, 0)
+        mine = (stop <= c) & (each < bs)
+        request += tl.sum(mine.to(tl.int32))
+        before += tl.max(tl.where(mine, stop, 0))
+        every += tl.max(stop)
+    else:
+        total = tl.cast(0, tl.int64)
+        longest = tl.cast(0, tl.int32)
+        for b in range(0, bs, BLOCK):
+            tiles, falling = _tiles(qo_indptr, b + each, n, bs, TOKENS)
+            keys = lengths(kv_indptr, b + each, b + each < bs, nnz)
+            total += total_of(keys, tiles)
+            longest = tl.maximum(longest, tl.max(keys))
+            falls |= falling
+        if programs > 1:
+            split = tl.minimum(even(total, programs, SHORTEST), chunk)
+            chunk = tl.where(longest > WHOLE, split, chunk) if WHOLE else split
+        for b in range(0, bs, BLOCK):
+            tiles, _ = _tiles(qo_indptr, b + each, n, bs, TOKENS)
+            parts = counts(lengths(kv_indptr, b + each, b + each < bs, nnz), chunk) * tiles
+            stop = every + tl.cumsum(parts, 0)
+            mine = (stop <= c) & (b + each < bs)
+            request += tl.sum(mine.to(tl.int32))
+            before += tl.sum(tl.where(mine, parts, 0))
+            every += tl.sum(parts)
+    if falls != 0:
+        request = _owner(qo_indptr, each, c, n, bs)
+        every = n
+    return chunk, request, before, falls != 0, every
+
+
+@triton.jit
+def _tiles(qo_indptr, i, n, bs, TOKENS: tl.constexpr):
+    """(the tiles of each request, whether one of them ends before it begins)."""
+    first = within(tl.load(qo_indptr + i, i < bs, other=0), n)
+    tokens = within(tl.load(qo_indptr + i + 1, i < bs, other=0), n) - first
+    return (tl.maximum(tokens, 0) + (TOKENS - 1)) // TOKENS, tl.max((tokens < 0).to(tl.int32))
+
+
+@triton.jit
+def _owner(qo_indptr, each, token, n, bs):
+    """The first request that has a token, or bs."""
+    found = bs
+    for b in range(0, bs, each.shape[0]):
+        i = b + each
+        first = within(tl.load(qo_indptr + i, i < bs, other=0), n)
+        stop = within(tl.load(qo_indptr + i + 1, i < bs, other=0), n)
+        found = tl.minimum(found, tl.min(tl.where((token >= first) & (token < stop), i, bs)))
+    return found
+
+
+@triton.jit
+def part_of(
+    qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Of c: ((first token of its tile, tokens, tiles of the request, which part it is, parts), where the request's keys
+    begin, the first key of c, the key after its last, how many keys the tile's first token sees; each next token one
+    more, if CAUSAL)."""
+    first = entry(qo_indptr, request, n)
+    tokens = entry(qo_indptr, request + 1, n) - first
+    begin = entry(kv_indptr, request, nnz)
+    keys = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    tiles = tl.maximum(tokens + (TOKENS - 1), 1) // TOKENS
+    at = tl.where(falls, c - first, (c - before) % tiles * TOKENS)
+    rows = tl.where(falls, 1, tl.minimum(tokens - at, TOKENS))
+    parts = tl.where(falls, 1, counts(keys, chunk))
+    part = tl.where(falls, 0, (c - before) // tiles)
+    sees = keys
+    last = keys
+    if CAUSAL:
+        sees = keys - tokens + at + 1
+        last = tl.maximum(sees + rows - 1, 0)
+    own = (tl.maximum(last - 1, 0) // parts + STEP) // STEP * STEP
+    low = part * own
+    return (first + at, rows, tiles, part, parts), begin, low, tl.minimum(low + own, last), sees
+
+
+@triton.jit
+def note(part_lse, each, tile, c, falls, n, programs, LINES: tl.constexpr):
+    """Tell the launch that merges, of each token of a tile: its parts, the first of them, how far each is behind the
+    one before, and where in the tile the token is. The program of the first part does."""
+    token, rows, apart, part, parts = tile
+    if (part == 0) & (programs > 1) & ~falls:
+        at = notes(part_lse, n, programs, LINES) + 4 * (token + each)
+        mine = each < rows
+        zero = each * 0
+        tl.store(at, (zero + parts).to(tl.float32, bitcast=True), mine)
+        tl.store(at + 1, (zero + c).to(tl.float32, bitcast=True), mine)
+        tl.store(at + 2, (zero + apart).to(tl.float32, bitcast=True), mine)
+        tl.store(at + 3, each.to(tl.float32, bitcast=True), mine)
+
+
+@triton.jit
+def note_none(qo_indptr, part_lse, falls, token, n, bs, programs, LINES: tl.constexpr):
+    """The same of a token that may be in no request, or of which nothing is split: no parts."""
+    if (token < n) & (programs > 1):
+        none = (token < entry(qo_indptr, 0, n)) | (token >= entry(qo_indptr, bs, n))
+        if falls | none:
+            tl.store(notes(part_lse, n, programs, LINES) + 4 * token, 0.0)
+
+
+@triton.jit
+def row_at(r, token, head, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Where row r of a tile begins: a query head's, or that of a token and its query head."""
+    if TOKENS > 1:
+        which = token_of(r, GROUP, TOKENS)
+        return which * token + (r - which * GROUP) * head
+    else:
+        return r * head
+
+
+@triton.jit
+def token_of(r, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Which of a tile's tokens row r is of, ``r // GROUP``: what a quotient by no power of two needs is kept in
+    registers over the loop, which has none left."""
+    if GROUP & (GROUP - 1) == 0:
+        return r // GROUP
+    else:
+        token = r * 0
+        for t in tl.static_range(1, TOKENS):
+            token += (r >= t * GROUP).to(token.dtype)
+        return token

@@ -1,0 +1,155 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Which tile of query tokens and which of its keys a program finds for its own.
+
+Under TRITON_INTERPRET=1, whatever the requests' ranges, gaps and overlaps.
+"""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+import triton.language as tl
+
+from hal.backends.cuda._tiles import find, note, note_none, part_of
+from hal.triton import launch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1"
+)
+N, NNZ, HEADS = 17, 4000, 3
+"""Tokens, entries and query heads of what programs are asked for below."""
+ORDERS: list[list[int]] = [
+    [0, 4, 4, 9, 11, 17],
+    [0, 1, 2, 3, 17],
+    [3, 7, 7, 12],
+    [5],
+    [0, 4, 4, 9, 11, 3, 8, 30],
+    [0, 2, 0, 12, 5, 7],
+    [2, 13, -4, 6, 2**40],
+    [0, 17, 0, 17, 0, 17],
+    [20, 3],
+]
+"""Values of qo_indptr; the last ones fall."""
+
+
+def ranges(indptr: list[int], n: int) -> list[tuple[int, int]]:
+    return list(pairwise(min(max(x, 0), n) for x in indptr))
+
+
+@launch.jit(do_not_specialize=())
+def ask(
+    qo, kv, to, part_lse, n: tl.int32, nnz: tl.int64, bs: tl.int32, programs: tl.int32, SHORTEST: tl.constexpr,
+    TOKENS: tl.constexpr, CAUSAL: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0)
+    each = tl.arange(0, BLOCK)
+    chunk, request, before, falls, every = find(qo, kv, each, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS)
+    note_none(qo, part_lse, falls, c, n, bs, programs, LINES)
+    to += 11 * c
+    tl.store(to, request)
+    tl.store(to + 10, every)
+    if request < bs:
+        tile, begin, low, high, sees = part_of(qo, kv, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, 64)
+        note(part_lse, tl.arange(0, 16), tile, c, falls, n, programs, LINES)
+        for i in tl.static_range(5):
+            tl.store(to + 1 + i, tile[i])
+        tl.store(to + 6, begin)
+        tl.store(to + 7, low)
+        tl.store(to + 8, high)
+        tl.store(to + 9, sees)
+
+
+def asked(
+    order: list[int], keys: list[int], programs: int, tokens: int, causal: bool, block: int, whole: int = 0
+) -> tuple[list[list[int]], torch.Tensor]:
+    """(what each program finds: its request and, if there is one, nine numbers, and how many parts there are; notes) of
+    `find`, `part_of`, `note`. `whole`: keys that a request may have and not be split."""
+    qo, kv = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (order, keys))
+    grid = N + (programs if programs > 1 else 0)
+    found = torch.full((grid, 11), -7, dtype=torch.int32, device="cpu")
+    lines = HEADS * tokens
+    behind = torch.full(((N + programs) * lines + 4 * N + 1,), torch.nan, dtype=torch.float32, device="cpu")
+    form = {"SHORTEST": 64, "TOKENS": tokens, "CAUSAL": causal, "LINES": lines, "BLOCK": block, "WHOLE": whole}
+    ask.bind(**form).start((grid, 1, 1), qo, kv.int(), found, behind, N, NNZ, len(qo) - 1, programs)
+    noted = behind[(N + programs) * lines :]
+    assert bool(behind[: (N + programs) * lines].isnan().all())
+    assert bool(noted[-1].isnan())
+    return found.tolist(), noted[:-1].view(N, 4)
+
+
+@pytest.mark.parametrize(
+    ("causal", "tokens", "programs", "block"),
+    [(True, 1, 11, 32), (True, 4, 11, 4), (True, 3, 11, 32), (False, 4, 11, 32), (True, 4, 1, 32), (False, 1, 1, 4)],
+)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_programs_find_every_key_of_every_token(
+    order: list[int], causal: bool, tokens: int, programs: int, block: int
+) -> None:
+    """Once, in tiles of a request that has them; that of who leads is noted for the launch that merges."""
+    bs = len(order) - 1
+    kv_indptr = [(700 * i * i) % 4800 - 300 for i in range(bs + 1)]
+    found, noted = asked(order, kv_indptr, programs, tokens, causal, block)
+    news, lists = ranges(order, N), ranges(kv_indptr, NNZ)
+    falls = any(b < a for a, b in news)
+    keys: dict[int, list[tuple[int, int, int]]] = {}
+    for c, (request, token, rows, _, part, parts, begin, low, high, sees, all_parts) in enumerate(found):
+        if request >= bs:
+            assert c >= all_parts or falls
+            continue
+        assert c < all_parts <= len(found)
+        first, stop = news[request]
+        every = max(lists[request][1] - lists[request][0], 0)
+        assert first <= token < token + rows <= min(stop, token + tokens)
+        assert begin == lists[request][0]
+        assert sees == (every - (stop - token) + 1 if causal else every)
+        last = max(sees + rows - 1, 0) if causal else every
+        assert 0 <= part < parts
+        assert low % 64 == 0
+        assert high <= last
+        for t in range(token, token + rows):
+            assert request == next(i for i, (a, b) in enumerate(news) if a <= t < b)
+            keys.setdefault(t, []).append((c, part, parts))
+            if part == parts - 1:
+                assert high == last or low >= last
+            if part:
+                before = next(x for x in found[:c] if (x[0], x[1], x[4]) == (request, token, part - 1))
+                assert low == before[7] + (found[c][7] // part if part else 0)
+                assert before[8] == min(low, last)
+    owned = {t for t in range(N) if any(a <= t < b for a, b in news)}
+    assert set(keys) == owned
+    for mine in keys.values():
+        (parts,) = {parts for _, _, parts in mine}
+        assert [part for _, part, _ in mine] == list(range(parts))
+        assert parts == 1 or not falls
+    if programs == 1:
+        assert bool(noted.isnan().all())
+        assert all(len(mine) == 1 for mine in keys.values())
+        return
+    if len(owned) > 4 and not falls:
+        assert any(len(mine) > 1 for mine in keys.values())
+    for t in range(N):
+        parts, line, apart, behind = noted[t].view(torch.int32).tolist()
+        if falls or t not in owned:
+            assert parts == 0
+            continue
+        assert parts == len(keys[t])
+        assert [line + i * apart for i in range(parts)] == [c for c, _, _ in keys[t]]
+        assert found[line][1] + behind == t
+
+
+@pytest.mark.parametrize("block", [4, 32])
+def test_nothing_is_split_of_requests_without_many_keys(block: int) -> None:
+    order, tiles = ORDERS[0], 2 + 0 + 2 + 1 + 2
+    keys = [0, 100, 900, 1000, 2000, 2300]
+    may, _ = asked(order, keys, 11, 3, True, block, 999)
+    assert may == asked(order, keys, 11, 3, True, block)[0]
+    assert max(row[5] for row in may if row[0] < len(order) - 1) > 1
+    found, noted = asked(order, keys, 11, 3, True, block, 1000)
+    assert [row[5] for row in found[:tiles]] == [1] * tiles
+    assert {row[10] for row in found} == {tiles}
+    assert noted[:, 0].view(torch.int32).tolist() == [1] * N
