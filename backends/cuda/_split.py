@@ -15,7 +15,10 @@ from hal.backends.cuda._attention import LN2, entry, lengths
 
 
 @triton.jit
-def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr):
+def find(
+    kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr,
+    LONGER: tl.constexpr = 0,
+):  # fmt: skip
     """(how many keys a part has at most, the request that part c is of, or bs, and the parts before that request's).
 
     A part has all keys divided by `programs`, so that parts <= programs + bs; up to twice as many, if then there are no
@@ -28,7 +31,7 @@ def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, 
     before = tl.cast(0, tl.int32)
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
-        most = even(total_of(n, 1), programs, SHORTEST)
+        most = even(total_of(n, 1), programs, SHORTEST, LONGER)
         if (bs > 1) & (bs < programs):
             most = wider(n, 1, most, programs)
         chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
@@ -41,7 +44,7 @@ def find(kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, 
         total = tl.cast(0, tl.int64)
         for b in range(0, bs, BLOCK):
             total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 1)
-        chunk = tl.minimum(even(total, programs, SHORTEST), tl.maximum(nnz, 1)).to(tl.int32)
+        chunk = tl.minimum(even(total, programs, SHORTEST, LONGER), tl.maximum(nnz, 1)).to(tl.int32)
         base = tl.cast(0, tl.int32)
         for b in range(0, bs, BLOCK):
             parts = counts(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
@@ -71,10 +74,14 @@ def total_of(n, tiles):
 
 
 @triton.jit
-def even(total, programs, SHORTEST: tl.constexpr):
-    """Keys of a part where `programs` share them evenly. In 32 bits: a division in 64 is a call."""
+def even(total, programs, SHORTEST: tl.constexpr, LONGER: tl.constexpr):
+    """Keys of a part where `programs` share them evenly; more of few, where LONGER is how many query heads a key head
+    has: merging what more programs leave takes longer than these save. In 32 bits: a division in 64 is a call."""
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
+    if LONGER:
+        few = tl.minimum(most, 48 * LONGER)
+        most = tl.maximum(most, tl.minimum(few + few * LONGER // 8, 48 * LONGER))
     return tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
 
 

@@ -33,7 +33,7 @@ def find(
         tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
         keys = lengths(kv_indptr, each, each < bs, nnz)
         if programs > 1:
-            most = even(total_of(keys, tiles), programs, SHORTEST)
+            most = even(total_of(keys, tiles), programs, SHORTEST, 0)
             split = tl.minimum(wider(keys, tiles, most, programs), chunk)
             chunk = tl.where(tl.max(keys) > WHOLE, split, chunk) if WHOLE else split
         parts = counts(keys, chunk) * tiles
@@ -52,7 +52,7 @@ def find(
             longest = tl.maximum(longest, tl.max(keys))
             falls |= falling
         if programs > 1:
-            split = tl.minimum(even(total, programs, SHORTEST), chunk)
+            split = tl.minimum(even(total, programs, SHORTEST, 0), chunk)
             chunk = tl.where(longest > WHOLE, split, chunk) if WHOLE else split
         for b in range(0, bs, BLOCK):
             tiles, _ = _tiles(qo_indptr, b + each, n, bs, TOKENS)

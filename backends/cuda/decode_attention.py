@@ -251,7 +251,7 @@ def _plan(
         from hal.backends.cuda.decode_attention_lanes import decode_attention_lanes_kernel
 
         run = decode_attention_lanes_kernel.bind(
-            **same, N=LANES[max(dim, v_dim)][0], D=dim, DV=v_dim, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
+            **same, LONGER=group, N=LANES[max(dim, v_dim)][0], D=dim, DV=v_dim, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), num_warps=2,
         )  # fmt: skip
     else:

@@ -122,7 +122,7 @@ def _element(i, V: gl.constexpr):
 
 @gluon.jit
 def _values(v, KIND: gl.constexpr, V: gl.constexpr, OPERAND: gl.constexpr):
-    """Rows as columns of the left operand, whose rows are elements in the order of `_column`."""
+    """Rows as columns of the left operand, whose rows are elements in an order that `_in_order` undoes."""
     W: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
     D: gl.constexpr = v.shape[2] * WORD
@@ -133,16 +133,27 @@ def _values(v, KIND: gl.constexpr, V: gl.constexpr, OPERAND: gl.constexpr):
     return gl.convert_layout(v.permute((0, 2, 4, 3, 1, 5)).reshape([W, D, N]), OPERAND)
 
 
+@gluon.constexpr_function
+def _sums_layout(W, H, D, V):
+    """[heads, elements]: what a thread has of the sums by `_values`, 4 V elements of a row side by side."""
+    regs = [[0, d] for d in (*_bits(1, 4 * V), *_bits(32 * V, D))] + [[1, 0]]
+    lanes = [[2, 0], [4, 0], [0, 4 * V], [0, 8 * V], [0, 16 * V]]
+    return gl.DistributedLinearLayout(regs, lanes, [[0, 0] for _ in _bits(1, W)], [], [H, D])
+
+
 @gluon.jit
-def _column(i, V: gl.constexpr):
-    """Which element of a row is the i-th of an operand by `_values`."""
-    return i // (32 * V) * (32 * V) + i % 8 * (4 * V) + i // 8 % (4 * V)
+def _in_order(acc, W: gl.constexpr, V: gl.constexpr):
+    """``[H, DV]`` of ``[DV, H]`` sums by `_values`, in the order of a row's elements."""
+    DV: gl.constexpr = acc.shape[0]
+    H: gl.constexpr = acc.shape[1]
+    acc = acc.reshape([DV // (32 * V), 4 * V, 8, H]).permute((3, 0, 2, 1)).reshape([H, DV])
+    return gl.convert_layout(acc, _sums_layout(W, H, DV, V))
 
 
 @launch.jit(
     gluon=True,
     do_not_specialize=(
-        "kv_indptr", "kv_indices", "lse", "part", "part_lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
+        "kv_indptr", "kv_indices", "lse", "part_lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
         "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs",
         "programs", "window", "scale", "cap",
     ),
@@ -155,7 +166,7 @@ def decode_attention_lanes_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, WINDOW: gl.constexpr,
     CAP: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
-    SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    SHORTEST: gl.constexpr, LONGER: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -165,9 +176,9 @@ def decode_attention_lanes_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     if bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
     else:
-        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
 
     KIND: gl.constexpr = k_cache.dtype.element_ty
     K_WIDE: gl.constexpr = 4
@@ -179,7 +190,6 @@ def decode_attention_lanes_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     EACH: gl.constexpr = gl.SliceLayout(1, MMA)
     H: gl.constexpr = HEADS
-    OUT: gl.constexpr = gl.SliceLayout(0, MMA)
     STEP: gl.constexpr = W * N
 
     if request < bs:
@@ -243,21 +253,22 @@ def decode_attention_lanes_kernel(
         base = gl.where(best == float("-inf"), 0.0, best)
         keep = gl.exp2(top - base[None, :])
         full = gl.sum(gl.sum(total, 1) * keep, 0)
-        acc = gl.sum(acc * keep[:, None, :], 0)
+        acc = _in_order(gl.sum(acc * keep[:, None, :], 0), W, V_WIDE)
+        OUT: gl.constexpr = acc.type.layout
         some = full != 0.0
         full = gl.where(some, full, 1.0)
-        acc = acc * gl.convert_layout(factor(v_scale, V_KIND) / full, gl.SliceLayout(0, OUT))[None, :]
+        acc = acc * gl.convert_layout(factor(v_scale, V_KIND) / full, gl.SliceLayout(1, OUT))[:, None]
         sums = gl.where(some, base - SHIFT + gl.log2(full), float("-inf"))
-        d = _column(gl.arange(0, DV, gl.SliceLayout(1, OUT)), V_WIDE)[:, None]
-        h = gl.arange(0, H, gl.SliceLayout(0, OUT))
-        there = (member + h < GROUP)[None, :]
+        d = gl.arange(0, DV, gl.SliceLayout(0, OUT))[None, :]
+        h = gl.arange(0, H, gl.SliceLayout(1, OUT))
+        there = (member + h < GROUP)[:, None]
         one = gl.arange(0, H, gl.SliceLayout(0, EACH))
         if parts == 1:
-            to = out + (row * out_row + first * out_head) * UNIT + (h * (out_head * UNIT))[None, :] + d
+            to = out + (row * out_row + first * out_head) * UNIT + (h * (out_head * UNIT))[:, None] + d
             gl.store(to, acc.to(out.dtype.element_ty), there)
             if LSE:
                 gl.store(lse + row * Q_HEADS + first + one, sums * LN2, member + one < GROUP)
         else:
             line = c.to(gl.int64) * Q_HEADS + first
-            gl.store(part + (line + h)[None, :] * DV + d, acc, there)
+            gl.store(part + (line + h)[:, None] * DV + d, acc, there)
             gl.store(part_lse + line + one, sums, member + one < GROUP)
