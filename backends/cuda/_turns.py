@@ -3,7 +3,8 @@
 
 As many programs as run at once share all tiles of all requests, the last first, which are the longest of a causal
 prompt: who has fetched a tile's rows takes the next by a counter, finds it while those are multiplied, and tells those
-who multiply.
+who multiply. Where there are few tiles, and requests of many keys, these are in parts, each of which is a tile here
+(`find_part`), and another launch merges what is left of them.
 """
 
 from triton.experimental import gluon
@@ -93,7 +94,7 @@ def _find_at_once(
 
 
 @gluon.jit
-def _tiles(qo_indptr, b, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+def _tiles_of(qo_indptr, b, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
     """(how many tiles, whether there is such a request) of BLOCK requests from b on."""
     i = b + gl.arange(0, BLOCK, _each(BLOCK))
     return ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(gl.int64), i < bs
@@ -109,12 +110,12 @@ def _find(
     zero = gl.to_tensor(0).to(gl.int64)
     every, request = zero, zero
     for b in range(0, bs, BLOCK):
-        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK)
+        many, there = _tiles_of(qo_indptr, b, n, bs, TOKENS, BLOCK)
         every += gl.sum(many)
     items, block, turn = _place(item, every, nnz, bs, KV_HEADS, BLOCKS, ROW)
     nth = every - 1 - turn
     for b in range(0, bs, BLOCK):
-        many, there = _tiles(qo_indptr, b, n, bs, TOKENS, BLOCK)
+        many, there = _tiles_of(qo_indptr, b, n, bs, TOKENS, BLOCK)
         # Those before the one that is looked for, if all up to here are.
         before = (gl.associative_scan(many, 0, _add) <= nth) & there & (request == b)
         request += gl.sum(before.to(gl.int64))

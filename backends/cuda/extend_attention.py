@@ -4,7 +4,8 @@
 A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all
 of a tile's tokens see go without a mask; the diagonal and the window's edge follow with one. The grid
 bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again. MLA's
-shared rows on Hopper: `_tokens.py`.
+shared rows on Hopper: `_tokens.py`. Other heads there: `extend_attention_hopper.py`, and where tiles are too few for
+the device and keys many, as where drafts are verified, their keys are split, and `_merge.py` merges what is left.
 """
 
 from typing import Any
