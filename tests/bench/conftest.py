@@ -82,6 +82,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "BEYOND": (((2, 1, 16), torch.float8_e4m3fn, 2, 20),),
             "EXTEND": ((2, 5, 12),),
             "SHORT": (),
+            "FEW": (),
             "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
             "PROMPTS": (((2, 2, 16, 32), (2, 5, 12)),),
         },

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from hal import bench
-from hal.bench.cuda import block_table, bookkeeping, harness, kv_write, launch
+from hal.bench.cuda import attention, block_table, bookkeeping, harness, kv_write, launch
 from hal.ops import BUILTIN
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -143,7 +143,10 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
     module.planned.clear()
     (row,) = tables["extend_attention"](False)
     assert "vllm fa3" in row["headroom"]
-    assert [p["num_splits"] for p in module.planned] == [1] * 2
+    assert [p["num_splits"] for p in module.planned] == [32] * 2  # of two requests with five tokens each
+    module.planned.clear()
+    attention.Inputs(2, 17, 20).vllm_fa3()
+    assert [p["num_splits"] for p in module.planned] == [1]
     wrong = VllmFa3(1.5)
     monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: wrong)
     plain, fp8 = tables["decode_attention"](False)
