@@ -207,17 +207,6 @@ class FlashMla:
         return found, found, lens if plan is None else plan, lens if splits is None else splits
 
 
-@pytest.mark.parametrize("table", ["mla_decode_attention", "mla_extend_attention"])
-def test_vllms_flashmla_is_a_peer(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = "vllm flashmla"
-    monkeypatch.setattr("hal.bench.peers.flashmla", FlashMla)
-    (row,) = tables[table](True)
-    assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
-    monkeypatch.setattr("hal.bench.peers.flashmla", lambda: FlashMla(1.5))
-    (row,) = tables[table](True)
-    assert "differs from ours" in row["failed"][peer]
-
-
 class VllmFa3OfMla:
     """Stands in for ``vllm.vllm_flash_attn`` over MLA's rows: rotated parts as q and k, the others beside them."""
 
@@ -249,12 +238,21 @@ class VllmFa3OfMla:
 
 
 @pytest.mark.parametrize("table", ["mla_decode_attention", "mla_extend_attention"])
-def test_vllms_fa3_is_a_peer_of_mla(tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = "vllm fa3"
-    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3OfMla)
+@pytest.mark.parametrize(
+    ("peer", "library", "made", "wrong"),
+    [
+        ("vllm fa3", "vllm_fa3", VllmFa3OfMla, lambda: VllmFa3OfMla(1.5)),
+        ("vllm flashmla", "flashmla", FlashMla, lambda: FlashMla(1.5)),
+    ],
+    ids=["fa3", "flashmla"],
+)
+def test_vllms_kernels_are_peers_of_mla(
+    tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch, peer: str, library: str, made: Any, wrong: Any
+) -> None:
+    monkeypatch.setattr(f"hal.bench.peers.{library}", made)
     (row,) = tables[table](True)
     assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
-    monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: VllmFa3OfMla(1.5))
+    monkeypatch.setattr(f"hal.bench.peers.{library}", wrong)
     (row,) = tables[table](True)
     assert "differs from ours" in row["failed"][peer]
 
