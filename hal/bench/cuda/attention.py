@@ -155,7 +155,7 @@ class Inputs:
             return {}
         hq, hk, d, _ = self.heads
         q = self.q.to(self.k_cache.dtype)
-        # Of 64 tokens its graphs with so many parts did not end on an H100.
+        # Of 64 tokens, rounds with so many parts did not end on an H100.
         splits = SPLITS if self.new == 1 or (self.new <= 16 and self.bs <= 8) else 1
         same = {"max_seqlen_q": self.new, "max_seqlen_k": self.keys, "cu_seqlens_q": self.qo_indptr, "causal": True}
         same |= {"num_splits": splits}
