@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from hal.backends.cuda import _tiles
-from hal.backends.cuda._fetch import WORD, _half, _put, exponent, magnitude, power
+from hal.backends.cuda._fetch import BOX, WORD, _half, _put, exponent, magnitude, power
+from hal.backends.cuda._fetch_rows import HALF
 
 row_at = gluon.jit(_tiles.row_at.fn)
 
@@ -76,21 +77,43 @@ def fetch_latent(
 
 
 @gluon.jit
-def _queries(q, to, first, start, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
-    """As many rows as `to` has from row `first` of a tile on: elements from `start` on."""
-    D: gl.constexpr = to.shape[1]
+def _queries(
+    q, first, start, heads, q_row, q_head, N: gl.constexpr, D: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """N rows from row `first` of a tile on: D elements from `start` on."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    r = first + gl.arange(0, to.shape[0], gl.SliceLayout(1, ROW))
+    r = first + gl.arange(0, N, gl.SliceLayout(1, ROW))
     d = start + gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
     at = q + ((row_at(r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
     return gl.load(at, (r < heads)[:, None], other=0.0)
 
 
 @gluon.jit
-def _scaled(to, x, by):
-    """Elements times a number a row, put into a tile of fp16."""
+def queries(
+    q, exponents, FIRST: gl.constexpr, heads, q_row, q_head, sign, UNIT: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """(two halves and the rest of rows from FIRST on of the queries, as many as `exponents` has places, what they are
+    multiplied by in fp16: `sign` and a power of two each, whose `exponent` is left in `exponents`)."""
+    MANY: gl.constexpr = exponents.shape[0]
+    x2 = _queries(q, FIRST, 2 * HALF, heads, q_row, q_head, MANY, BOX, UNIT, GROUP, TOKENS)
+    x0 = _queries(q, FIRST, 0, heads, q_row, q_head, MANY, HALF, UNIT, GROUP, TOKENS)
+    x1 = _queries(q, FIRST, HALF, heads, q_row, q_head, MANY, HALF, UNIT, GROUP, TOKENS)
+    e = gl.full([MANY], 127, gl.int32, gl.SliceLayout(1, x0.type.layout))
+    if q.dtype.element_ty != gl.float16:
+        most = gl.maximum(gl.max(magnitude(x0), 1), gl.max(magnitude(x1), 1))
+        rest = gl.convert_layout(gl.max(magnitude(x2), 1), most.type.layout)
+        e = exponent(gl.maximum(most, rest))
+    exponents.store(e)
+    return x0, x1, x2, power(e) * sign
+
+
+@gluon.jit
+def as_fp16(x, by):
+    """Elements times a number a row."""
     by = gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))
-    to.store((x.to(gl.float32) * by[:, None]).to(gl.float16))
+    return (x.to(gl.float32) * by[:, None]).to(gl.float16)
 
 
 @gluon.jit
@@ -98,24 +121,10 @@ def scale_queries(
     q, q_tiles, exponents, FIRST: gl.constexpr, heads, q_row, q_head, sign, UNIT: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Rows from FIRST on of the queries, as many as `exponents` has places, times `sign` and a power of two each
-    (`exponent`), put into the three tiles as fp16."""
-    HALF: gl.constexpr = q_tiles[0].shape[2]
+    """`queries` put into the three tiles."""
     MANY: gl.constexpr = exponents.shape[0]
-    to0 = q_tiles[0].index(0).slice(FIRST, MANY)
-    to1 = q_tiles[1].index(0).slice(FIRST, MANY)
-    to2 = q_tiles[2].index(0).slice(FIRST, MANY)
-    x2 = _queries(q, to2, FIRST, 2 * HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    x0 = _queries(q, to0, FIRST, 0, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    x1 = _queries(q, to1, FIRST, HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
-    e = gl.full([MANY], 127, gl.int32, gl.SliceLayout(1, x0.type.layout))
-    if q.dtype.element_ty != gl.float16:
-        most = gl.maximum(gl.max(magnitude(x0), 1), gl.max(magnitude(x1), 1))
-        rest = gl.convert_layout(gl.max(magnitude(x2), 1), most.type.layout)
-        e = exponent(gl.maximum(most, rest))
-    exponents.store(e)
-    by = power(e) * sign
-    _scaled(to0, x0, by)
-    _scaled(to1, x1, by)
-    _scaled(to2, x2, by)
+    x0, x1, x2, by = queries(q, exponents, FIRST, heads, q_row, q_head, sign, UNIT, GROUP, TOKENS)
+    q_tiles[0].index(0).slice(FIRST, MANY).store(as_fp16(x0, by))
+    q_tiles[1].index(0).slice(FIRST, MANY).store(as_fp16(x1, by))
+    q_tiles[2].index(0).slice(FIRST, MANY).store(as_fp16(x2, by))
     fence_async_shared()

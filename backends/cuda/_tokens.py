@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hal.backends.cuda import _merge, decode_attention
 from hal.kv.view import page_size
+from hal.ops.spec import FP8
 from hal.triton import launch
 from hal.triton.plans import MOST, Plan, Result, Scratch, Size, Step, length
 
@@ -15,6 +16,9 @@ MOST_SPLIT = 512
 """Up to so many tokens keys are split: more fill the device, and their parts would take memory."""
 ROWS = 64
 """Of a tile."""
+FP8_ROWS = 32
+"""Of a tile over fp8 rows, under no more than half so many query heads (`_few_heads.py`): two tokens of 16 heads take
+15 % less so, and four, which then are two tiles, 1 to 3 % more."""
 
 
 def taken(run: launch.Launch) -> bool:
@@ -35,7 +39,8 @@ def plan(
     if not taken(run):
         return None
     heads = q.shape[1]
-    tokens = max(1, ROWS // heads) if k_cache.shape[-2] == 1 else 1
+    rows = FP8_ROWS if k_cache.dtype in FP8 and 2 * heads <= FP8_ROWS else ROWS
+    tokens = max(1, rows // heads) if k_cache.shape[-2] == 1 else 1
     run = run.kernel.bind(**{**run.static, "TOKENS": tokens, "CAUSAL": causal})
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
     lines = (n.at_most(MOST_SPLIT) + programs).times(heads * tokens)

@@ -6,8 +6,9 @@ the group whose buffer it is makes the logits of a tile and their softmax, and l
 of its keys was, which nobody reads any more. Each group sums half of the values of every tile, since 64 x 512 sums do
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
 softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart: how rows of 16
-bits come is in `_fetch_rows.py`, of fp8 in `_fetch_latent.py`. Which keys are a program's is as in
-`decode_attention_kernel`; another launch merges the parts.
+bits come is in `_fetch_rows.py`, of fp8 in `_fetch_latent.py`. Rows of fp8 under few query heads are multiplied
+otherwise: `_few_heads.py`. Which keys are a program's is as in `decode_attention_kernel`; another launch merges the
+parts.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
@@ -26,6 +27,7 @@ from hal.backends.cuda import _attention, _split, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
+from hal.backends.cuda._few_heads import fetch_few, fits, share_few, work_few
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row, _zero
 from hal.triton import launch
 
@@ -267,36 +269,40 @@ def decode_attention_hopper_kernel(
     PAIRED: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
-    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, KEYS], dtype)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = (
-        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
-        gl.allocate_shared_memory(dtype, [1, ROWS, 64], NARROW),
-    )
-    # The rotated part's tile takes the weights, 64 queries by 64 keys, once its products are done.
-    EACH: gl.constexpr = 2 * HALF // BOX
-    all = gl.allocate_shared_memory(dtype, [2 * EACH + 2, KEYS, BOX], NARROW)
-    k = (
-        all.index(0)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
-        all.index(EACH)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
-        all.index(2 * EACH)._reinterpret(dtype, [2, KEYS, BOX], NARROW),
-    )
-    rows = gl.allocate_shared_memory(gl.int64, [2, KEYS], FLAT)
-    there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
-    tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
-    totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
-    exponents = tops
-    if FP8:
-        exponents = gl.allocate_shared_memory(gl.int32, [ROWS], FLAT)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
+    FEW_HEADS: gl.constexpr = FP8 and fits(GROUP, TOKENS)
+    if FEW_HEADS:
+        room = share_few(GROUP, TOKENS)
+    else:
+        dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+        WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
+        NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, KEYS], dtype)
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        q_tiles = (
+            gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+            gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+            gl.allocate_shared_memory(dtype, [1, ROWS, 64], NARROW),
+        )
+        # The rotated part's tile takes the weights, 64 queries by 64 keys, once its products are done.
+        EACH: gl.constexpr = 2 * HALF // BOX
+        all = gl.allocate_shared_memory(dtype, [2 * EACH + 2, KEYS, BOX], NARROW)
+        k = (
+            all.index(0)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+            all.index(EACH)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+            all.index(2 * EACH)._reinterpret(dtype, [2, KEYS, BOX], NARROW),
+        )
+        rows = gl.allocate_shared_memory(gl.int64, [2, KEYS], FLAT)
+        there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
+        tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+        totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+        exponents = tops
+        if FP8:
+            exponents = gl.allocate_shared_memory(gl.int32, [ROWS], FLAT)
+        q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
 
-    if not FP8:  # before waiting for the kernel before; over fp8 a register of who fetches would be put aside
-        _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
+        if not FP8:  # before waiting for the kernel before; over fp8 a register of who fetches would be put aside
+            _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -359,25 +365,47 @@ def decode_attention_hopper_kernel(
             by = gl.abs(by)
         else:
             by = positive(by) * LOG2E
-        if FP8:
+        if FP8 and not FEW_HEADS:
             _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
-        gl.warp_specialize(
-            [
-                (fetch_latent if FP8 else fetch_rows, (
-                    q, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, heads, low, high, tiles, q_tiles, k,
-                    all, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT, GROUP, TOKENS, MAP,
-                )),
-                (_work, (
-                    0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
-                    totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
-                    out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
-                )),
-                (_work, (
-                    1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
-                    totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row,
-                    out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
-                )),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS] if not FP8 else [FP8_REGISTERS, FP8_REGISTERS],
-        )  # fmt: skip
+        if FEW_HEADS:
+            WIDE_EXPONENT: gl.constexpr = k_cache.dtype.element_ty == gl.float8e5
+            gl.warp_specialize(
+                [
+                    (fetch_few, (
+                        k_cache + kv_head * kc_head * UNIT, kv_indices + begin, low, high, tiles, room, kc_page,
+                        num_slots, UNIT,
+                    )),
+                    (work_few, (
+                        0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, room, by, sign, v_factor,
+                        q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
+                    )),
+                    (work_few, (
+                        1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, room, by, sign, v_factor,
+                        q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
+                    )),
+                ],
+                [4, 4],
+                [FP8_REGISTERS, FP8_REGISTERS],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (fetch_latent if FP8 else fetch_rows, (
+                        q, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, heads, low, high, tiles,
+                        q_tiles, k, all, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
+                        GROUP, TOKENS, MAP,
+                    )),
+                    (_work, (
+                        0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+                        totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
+                    )),
+                    (_work, (
+                        1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+                        totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
+                    )),
+                ],
+                [4, 4],
+                [REGISTERS, REGISTERS] if not FP8 else [FP8_REGISTERS, FP8_REGISTERS],
+            )  # fmt: skip
