@@ -26,12 +26,23 @@ from engines import workers
 UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 """TCP on the loopback."""
 
+_held: list[socket.socket] = []
+
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A port of the loopback that nobody gets by chance for as long as this process lives.
+
+    Who is to listen there does so when its engine has started. By then engines have opened a hundred sockets at ports
+    that the kernel chose, from the same range; vLLM's thread that finds its port taken ends, and its engine waits for
+    that thread for ever. So it stays bound. As nobody listens here, who asks for it by its number and SO_REUSEADDR has
+    it: ZeroMQ and asyncio do.
+    """
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(("127.0.0.1", 0))
+    _held.append(s)
+    port: int = s.getsockname()[1]
+    return port
 
 
 # --- in the worker ------------------------------------------------------------------------------------
