@@ -48,9 +48,9 @@ MAIN = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0]))
 """Words of a tile's chunks: 16 bytes of a row change places by its number, so that no banks are asked for twice."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 """Of one chunk."""
-HEADROOM = gl.constexpr(8)
+HEADROOM = gl.constexpr(4)
 """By so many powers of two weights may outgrow what all are measured by before that is found anew."""
-UNITS = gl.constexpr(15 - 8)
+UNITS = gl.constexpr(15 - 4)
 """A logit that is what all are measured by has the weight 2^UNITS, so that none is more than fp16 holds."""
 NONE = gl.constexpr(-(2.0**126))
 """What logits are measured by before there are any."""
