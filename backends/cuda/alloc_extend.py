@@ -19,8 +19,9 @@ TILES = {1: Tile(64, 128, 1), MANY: Tile(32, 512, 4)}
 
 @triton.jit
 def _pages(tokens, PAGE: tl.constexpr):
-    """How many pages they begin. Below 2^31, so 32 bits divide faster."""
-    return ((tokens.to(tl.uint32) + (PAGE - 1)) // PAGE).to(tl.int64)
+    """How many pages they begin. Below 2^31, so 32 bits divide faster. They are subtracted as such too: ptxas 12.8
+    makes a 64-bit difference of two quotients by 56 one `IMAD.HI.U32`, short by 2^32 where the second is 0."""
+    return ((tokens.to(tl.uint32) + (PAGE - 1)) // PAGE).to(tl.int32)
 
 
 @launch.jit(do_not_specialize=("prefixes", "lens", "last", "free", "out", "result", "bs", "n", "size", "each", "log"))
@@ -42,7 +43,7 @@ def alloc_extend_kernel(
     for at in range(0, first, TILE):
         a, b = extents(prefixes, lens, at + tl.arange(0, TILE), tl.minimum(bs, first), True)
         lanes += b - a
-        opens += _pages(b, PAGE) - _pages(a, PAGE)
+        opens += (_pages(b, PAGE) - _pages(a, PAGE)).to(tl.int64)
     total = tl.sum(lanes, 0)
     pages = tl.sum(opens, 0)
     for group in range(first, tl.minimum(bs, first + each * GROUP), GROUP):
@@ -51,7 +52,7 @@ def alloc_extend_kernel(
             prefix, seq = extents(prefixes, lens, j, bs, True)
             loc = tl.load(last + j, j < bs, other=-1).to(tl.int64)
         length, opened = seq - prefix, _pages(prefix, PAGE)
-        taken = _pages(seq, PAGE) - opened
+        taken = (_pages(seq, PAGE) - opened).to(tl.int64)
         # The page of position p is free[base + p // PAGE], where it is not the open one.
         base = (pages + tl.cumsum(taken, 0) - taken - opened)[:, None]
         to = (total + tl.cumsum(length, 0) - length)[:, None]

@@ -1,6 +1,7 @@
 """Sizes at which this backend's launches change, which no sample has. Under TRITON_INTERPRET=1 or on a CUDA device."""
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,33 @@ def test_assign_at_the_sizes_where_its_launch_changes(bs: int) -> None:
     spec = ops.get_spec("assign_extend_cache_locs")
     target = DirectTarget.of(spec.name, fn, "cuda" if CUDA else "cpu")
     execute(spec, spec.make(bs=bs, longest=9, seed=bs), target)
+
+
+@pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
+)
+@pytest.mark.parametrize("page_size", [28, 56])
+def test_alloc_extend_counts_pages_of_any_size(page_size: int) -> None:
+    from hal.backends.cuda.alloc_extend import alloc_extend as fn
+
+    spec = ops.get_spec("alloc_extend")
+    params = {"bs": 49, "prefix": 264, "longest": 11, "slack": 3104, "spare": -27, "values": "negative"}
+    target = DirectTarget.of(spec.name, fn, "cuda" if CUDA else "cpu")
+    execute(spec, spec.make(**params, page_size=page_size, seed=321421311), target)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs Triton's compiler")
+@pytest.mark.parametrize("page_size", [28, 56, 112])
+def test_no_difference_of_page_counts_is_a_product_with_an_addend(page_size: int) -> None:
+    """ptxas 12.8 makes ``a * b >> 32, less c`` an ``IMAD.HI`` whose addend is -c: its carry is lost where c is 0."""
+    from hal.backends.cuda import inspect
+
+    with inspect.record() as calls:
+        inspect.launcher("alloc_extend")(**ops.get_spec("alloc_extend").make(bs=49, page_size=page_size))
+    for call in calls:
+        code = inspect.sass(inspect.compile_call(call, 90).asm["cubin"])
+        assert "IMAD.HI.U32" in code
+        assert not re.search(r"IMAD\.HI\.U32 R\d+, P", code)
 
 
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("TRITON_INTERPRET") != "1"
