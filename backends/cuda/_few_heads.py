@@ -29,7 +29,7 @@ from hal.backends.cuda import _attention, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import as_fp16, queries
 from hal.backends.cuda._fetch_rows import HALF, KEYS
-from hal.backends.cuda.decode_attention_lanes import PAIRS, WORD, _halves
+from hal.backends.cuda.decode_attention_lanes import PAIRS, SHIFT, WORD, _halves
 from hal.backends.cuda.extend_attention_hopper import ABSENT, _barriers, _zero
 
 positive = gluon.jit(_attention.positive.fn)
@@ -50,8 +50,8 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 """Of one chunk."""
 HEADROOM = gl.constexpr(4)
 """By so many powers of two weights may outgrow what all are measured by before that is found anew."""
-UNITS = gl.constexpr(15 - 4)
-"""A logit that is what all are measured by has the weight 2^UNITS, so that none is more than fp16 holds."""
+UNITS = SHIFT - HEADROOM
+"""A logit that is what all are measured by has the weight 2^UNITS, so that none is above 2^SHIFT."""
 NONE = gl.constexpr(-(2.0**126))
 """What logits are measured by before there are any."""
 QUERIES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
@@ -124,6 +124,17 @@ def share_few(GROUP: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _say(to, yes):
+    """Whether, for all of the program."""
+    to.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + yes.to(gl.int32))
+
+
+@gluon.jit
+def _said(where):
+    return gl.max(where.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
+
+
+@gluon.jit
 def _slots_of(slots, j, high):
     n = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.load(slots + (j + n), j + n < high, other=-1)
@@ -131,7 +142,7 @@ def _slots_of(slots, j, high):
 
 @gluon.jit
 def _copied(to, words, rows, whole, UNIT: gl.constexpr):
-    """Rows into chunks of a tile, `to` ``[chunks, 64, 16]`` words, by 16 rows at a time, for want of registers."""
+    """Rows into chunks of a tile, `to` ``[chunks, 64, 16]`` words, by pieces, for want of registers."""
     MANY: gl.constexpr = to.shape[0]
     WIDE: gl.constexpr = 4 if MANY > 1 else 1
     ROW: gl.constexpr = gl.BlockedLayout([1, 1, 4], [WIDE, 8 // WIDE, 4], [1, gl.num_warps(), 1], [2, 1, 0])
@@ -154,7 +165,6 @@ def fetch_few(cache, slots, low, high, tiles, room, stride, num_slots, UNIT: gl.
     """The rows of entries [low, high), tile by tile; slots are read two tiles ahead."""
     _, all, _, places, _, barriers = room
     there, lacks, rows = places
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     _, full, empty, _, _, _ = barriers
     STAGES: gl.constexpr = there.shape[0]
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -172,7 +182,7 @@ def fetch_few(cache, slots, low, high, tiles, room, stride, num_slots, UNIT: gl.
         gl.thread_barrier()
         mbarrier.wait(empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int8))
-        lacks.index(stage).store(gl.full([1], 0, gl.int32, ONE) + (whole == 0).to(gl.int32))
+        _say(lacks.index(stage), whole == 0)
         _copied(all.index(stage * CHUNKS)._reinterpret(gl.int32, [8, KEYS, WORDS], MAIN), words, at, whole, UNIT)
         _copied(
             all.index(stage * CHUNKS + 8)._reinterpret(gl.int32, [1, KEYS, WORDS], MAIN), words + 8 * WORDS, at, whole,
@@ -298,12 +308,6 @@ def _shrunk(x, by):
 
 
 @gluon.jit
-def _one(x):
-    """The only number of a place in shared memory."""
-    return gl.max(x.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-
-
-@gluon.jit
 def _measured(s, scale, top):
     """Products as powers of two of weights."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, s.type.layout)
@@ -370,7 +374,6 @@ def work_few(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LOGITS)
     ENTRY: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     _scale_queries(
         q, q_tiles, exponents.slice(PART * ROWS // 2, ROWS // 2), PART * ROWS // 2, heads, q_row, q_head, sign, UNIT,
         GROUP, TOKENS,
@@ -393,7 +396,7 @@ def work_few(
         mbarrier.wait(full.index(stage), t // STAGES % 2)
         s_begun = _logits(all, q_tiles, stage, none, zero, KIND)
         j = low + t * KEYS
-        edge = (j + KEYS > high) | (_one(lacks.index(stage)) != 0)
+        edge = (j + KEYS > high) | _said(lacks.index(stage))
         if TOKENS > 1:
             edge = edge | (j + KEYS > first)
         s = warpgroup_mma_wait(0, [s_begun])
@@ -406,10 +409,10 @@ def work_few(
             s = gl.where(seen, s, ABSENT)
         if t > 0:
             mbarrier.wait(p_full.index(theirs), (t - 1) // 2 % 2)
-            if _one(grew.index(theirs)) != 0:
+            if _said(grew.index(theirs)):
                 total = _shrunk(total, keeps.index(theirs))
                 acc = _shrunk(acc, keeps.index(theirs))
-        grown = gl.max(_measured(s, scales.index(mine), tops.index(zero))) > UNITS + HEADROOM
+        grown = gl.max(_measured(s, scales.index(mine), tops.index(zero))) > SHIFT
         if grown:
             old = tops.index(zero).load(COLUMN)
             new = gl.maximum(old, gl.max(s, 0) * scales.index(mine).load(COLUMN) - UNITS)
@@ -418,7 +421,7 @@ def work_few(
             keeps.index(mine).store(gl.exp2(old - new))
             gl.thread_barrier()
             total = _shrunk(total, keeps.index(mine))
-        grew.index(mine).store(gl.full([1], 0, gl.int32, ONE) + grown.to(gl.int32))
+        _say(grew.index(mine), grown)
         w = gl.exp2(_measured(s, scales.index(mine), tops.index(zero)))
         w16 = w.to(gl.float16)
         mbarrier.wait(p_empty.index(mine), t // 2 % 2 ^ 1)
@@ -439,7 +442,7 @@ def work_few(
     if (tiles - 1) % 2 != PART:
         t = tiles - 1
         mbarrier.wait(p_full.index(1 - PART), t // 2 % 2)
-        if _one(grew.index(1 - PART)) != 0:
+        if _said(grew.index(1 - PART)):
             total = _shrunk(total, keeps.index(1 - PART))
             acc = _shrunk(acc, keeps.index(1 - PART))
         acc = _summed(PART, acc, all, t % STAGES, p.index(1 - PART), empty, KIND)
