@@ -134,20 +134,25 @@ def _values(v, KIND: gl.constexpr, V: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _sums_layout(W, H, D, V):
-    """[heads, elements]: what a thread has of the sums by `_values`, 4 V elements of a row side by side."""
-    regs = [[0, d] for d in (*_bits(1, 4 * V), *_bits(32 * V, D))] + [[1, 0]]
-    lanes = [[2, 0], [4, 0], [0, 4 * V], [0, 8 * V], [0, 16 * V]]
-    return gl.DistributedLinearLayout(regs, lanes, [[0, 0] for _ in _bits(1, W)], [], [H, D])
+def _sums_layout(W, H, D):
+    """[warps, heads, elements]: a thread has all warps' sums, of four elements of a row side by side."""
+    rest = [[0, 0, d] for d in _bits(4, D)] + [[0, h, 0] for h in _bits(1, H)]
+    warps = 5 + len(_bits(1, W))
+    regs = [[w, 0, 0] for w in _bits(1, W)] + [[0, 0, 1], [0, 0, 2]] + rest[warps:]
+    return gl.DistributedLinearLayout(regs, rest[:5], rest[5:warps], [], [W, H, D])
 
 
 @gluon.jit
-def _in_order(acc, W: gl.constexpr, V: gl.constexpr):
-    """``[H, DV]`` of ``[DV, H]`` sums by `_values`, in the order of a row's elements."""
-    DV: gl.constexpr = acc.shape[0]
-    H: gl.constexpr = acc.shape[1]
-    acc = acc.reshape([DV // (32 * V), 4 * V, 8, H]).permute((3, 0, 2, 1)).reshape([H, DV])
-    return gl.convert_layout(acc, _sums_layout(W, H, DV, V))
+def _in_order(acc, V: gl.constexpr):
+    """``[H, DV]`` of ``[warps, DV, H]`` sums by `_values`: those of all warps, in the order of a row's elements.
+
+    The change of layout comes first: as a reduction over warps, with two columns of the product in a thread, each store
+    to shared memory had two to four lanes in a bank."""
+    W: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
+    H: gl.constexpr = acc.shape[2]
+    acc = acc.reshape([W, DV // (32 * V), 4 * V, 8, H]).permute((0, 4, 1, 3, 2)).reshape([W, H, DV])
+    return gl.sum(gl.convert_layout(acc, _sums_layout(W, H, DV)), 0)
 
 
 @launch.jit(
@@ -253,7 +258,7 @@ def decode_attention_lanes_kernel(
         base = gl.where(best == float("-inf"), 0.0, best)
         keep = gl.exp2(top - base[None, :])
         full = gl.sum(gl.sum(total, 1) * keep, 0)
-        acc = _in_order(gl.sum(acc * keep[:, None, :], 0), W, V_WIDE)
+        acc = _in_order(acc * keep[:, None, :], V_WIDE)
         OUT: gl.constexpr = acc.type.layout
         some = full != 0.0
         full = gl.where(some, full, 1.0)
