@@ -1,52 +1,82 @@
-"""extend_attention by decode_attention's kernel: the query tokens of MLA's rows on Hopper, a few of a request a tile.
+"""extend_attention by decode_attention's kernels on Hopper: a few query tokens of a request a tile.
 
 Decoding knows one query a request. Here each program finds which tile of tokens and which of its keys are its own
-(`_tiles.py`); what is split is merged by the launch that merges decode's parts.
+(`_tiles.py`); what is split is merged by the launch that merges decode's parts. MLA's rows are all taken so; of fp8
+keys and values apart, which there go from memory straight into products, those of few tokens a request.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from hal.backends.cuda import _merge, decode_attention
 from hal.kv.view import page_size
 from hal.ops.spec import FP8
-from hal.triton import launch
-from hal.triton.plans import MOST, Plan, Result, Scratch, Size, Step, length
+from hal.triton.plans import MOST, Plan, Scratch, Size, Step, length
 
 MOST_SPLIT = 512
 """Up to so many tokens keys are split: more fill the device, and their parts would take memory."""
+MOST_LINES = 1 << 16
+"""The same of keys and values apart, by lines of their parts: of few heads more tokens are split."""
 ROWS = 64
 """Of a tile."""
 FP8_ROWS = 32
 """Of a tile over fp8 rows, under no more than half so many query heads (`_few_heads.py`): two tokens of 16 heads take
 15 % less so, and four, which then are two tiles, 1 to 3 % more."""
+COLUMNS = 16
+"""Of a tile over fp8 keys and values apart: what registers are for, with heads of up to 128 and slots of 32 bits. Else
+half of it."""
+FEW = 32
+"""Rows, a query token and head each, that a request has at most in the mean, to be taken so over fp8."""
 
 
-def taken(run: launch.Launch) -> bool:
-    """Whether queries go as tokens where decode_attention would start this."""
-    return run.kernel.name == "decode_attention_hopper_kernel"
+class Taken(NamedTuple):
+    """What a call starts where decode_attention's kernels take it."""
+
+    steps: tuple[Step, ...]
+    scratch: Size
+    few: int
+    """Of no more query tokens than this for each request; 0: of any."""
+
+    def beside(self, plan: Plan) -> Plan:
+        """A plan for calls of more tokens too: `plan` is theirs."""
+        bs = length("qo_indptr") + -1
+        few = length("q").at_least(1).within(bs.times(self.few)).at_most(1)
+        more = (bs.times(self.few) + 1).within(length("q")).at_most(1)
+        steps = [step._replace(grid=step.grid.times(few)) for step in self.steps]
+        steps += [step._replace(grid=step.grid.times(more)) for step in plan.steps]
+        return Plan(tuple(steps), self.scratch.at_least(plan.scratch or 0), plan.returns)
 
 
-def plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, returns: str | Result, to: str, row: tuple[int, int],
-    lse: Tensor | None, causal: bool, window: bool, cap: bool, k_scale: object, v_scale: object, plain: bool,
-) -> Plan | None:  # fmt: skip
-    """What a call over shared rows starts, or None where extend_attention's own kernels are for it."""
-    if window:
-        return None
+def taken(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor, to: str, row: tuple[int, int],
+    lse: Tensor | None, causal: bool, cap: bool, k_scale: object, v_scale: object, shared: bool, plain: bool,
+) -> Taken | None:  # fmt: skip
+    """What a call without a window starts so, or None where extend_attention's own kernels are for it."""
     run, blocks, programs, strides = decode_attention._plan(
-        q, k_cache, v_cache, row, lse, False, cap, k_scale, v_scale, True, plain
+        q, k_cache, v_cache, row, lse, False, cap, k_scale, v_scale, shared, plain
     )
-    if not taken(run):
+    if "TOKENS" not in run.static:
         return None
-    heads = q.shape[1]
-    rows = FP8_ROWS if k_cache.dtype in FP8 and 2 * heads <= FP8_ROWS else ROWS
-    tokens = max(1, rows // heads) if k_cache.shape[-2] == 1 else 1
-    run = run.kernel.bind(**{**run.static, "TOKENS": tokens, "CAUSAL": causal})
+    heads, v_dim, group = q.shape[1], v_cache.shape[-1], run.static["GROUP"]
+    more: dict[str, int] = {"CAUSAL": causal}
+    if "COLUMNS" in run.static:
+        columns = COLUMNS if max(q.shape[2], v_dim) <= 128 and kv_indices.dtype == torch.int32 else COLUMNS // 2
+        if columns > run.static["COLUMNS"] and max(q.shape[2], v_dim) == 64:
+            programs //= 2  # its registers are for half as many a multiprocessor as decode's
+        tokens, few = columns // group, FEW // group
+        most = max(MOST_SPLIT, MOST_LINES // (heads * tokens))
+        more["COLUMNS"] = columns
+    else:
+        rows = FP8_ROWS if k_cache.dtype in FP8 and 2 * heads <= FP8_ROWS else ROWS
+        tokens = max(1, rows // heads) if k_cache.shape[-2] == 1 else 1
+        few, most = 0, MOST_SPLIT
+    run = run.kernel.bind(**{**run.static, **more, "TOKENS": tokens})
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
-    lines = (n.at_most(MOST_SPLIT) + programs).times(heads * tokens)
-    v_dim = v_cache.shape[-1]
+    lines = (n.at_most(most) + programs).times(heads * tokens)
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `_tiles.note`
-    some, many = ("q", 0, MOST_SPLIT), ("q", MOST_SPLIT, MOST)
+    some, many = ("q", 0, most), ("q", most, MOST)
     steps = []
     for parts, where in ((programs, some), (1, many)):
         args = (
@@ -54,5 +84,5 @@ def plan(
             length("k_cache", by=page_size(k_cache)), nnz, bs, parts, 0, "scale", "logit_cap", "qo_indptr", n,
         )  # fmt: skip
         steps.append(Step(run, n.times(blocks) + (parts * blocks if parts > 1 else 0), args, (where,)))
-    steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, n, programs), (some,), MOST_SPLIT)
-    return Plan(tuple(steps), lines.times(v_dim + 1) + n.times(4), returns)
+    steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, n, programs), (some,), most)
+    return Taken(tuple(steps), lines.times(v_dim + 1) + n.times(4), few)

@@ -252,7 +252,7 @@ def _plan(
 
         run = decode_attention_lanes_kernel.bind(
             **same, LONGER=group, N=LANES[max(dim, v_dim)][0], D=dim, DV=v_dim, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
-            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), num_warps=2,
+            K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), COLUMNS=m, TOKENS=0, CAUSAL=False, num_warps=2,
         )  # fmt: skip
     else:
         run = decode_attention_kernel.bind(

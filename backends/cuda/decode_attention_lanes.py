@@ -6,7 +6,8 @@ for fp8 that traffic is the time. Here each thread loads the very elements of wh
 a key, whose elements the queries are put in the order of, and 16 bytes of values of several keys, which become columns.
 Both are the left operand, so a product is as narrow as a group of query heads, and each warp has keys of its own and a
 running softmax of its own: no shared memory, and no barrier, until the warps' parts become one at the end. fp8 is
-exact in fp16; what that needs of the queries is in `decode_attention_kernel`, as is which keys are a program's.
+exact in fp16; what that needs of the queries is in `decode_attention_kernel`, as is which keys are a program's. A few
+query tokens of a request, with their heads, are columns too (extend_attention's, `_tokens.py`).
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _attention, _split
+from hal.backends.cuda import _attention, _split, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.triton import launch
 
@@ -28,11 +29,15 @@ tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
+find_tile = gluon.jit(_tiles.find.fn)
+note_none = gluon.jit(_tiles.note_none.fn)
+note_tile = gluon.jit(_tiles.note.fn)
+part_of = gluon.jit(_tiles.part_of.fn)
+row_at = gluon.jit(_tiles.row_at.fn)
+token_of = gluon.jit(_tiles.token_of.fn)
 
 SHIFT = gl.constexpr(15)
 """Weights are up to 2^SHIFT, and what is above 2^-29 of the largest is as exact as fp16 can have it."""
-HEADS = gl.constexpr(8)
-"""Query heads of a program, the columns of a product."""
 WORD = gl.constexpr(4)
 """Elements of an int32, as which rows are loaded: a loop would carry bytes in a register each."""
 E4M3 = gl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}")
@@ -78,6 +83,17 @@ def _there(slot, num_slots):
     if slot.dtype == gl.int32:
         return slot.to(gl.uint32, bitcast=True) < gl.minimum(num_slots, 2**31).to(gl.uint32)
     return (slot >= 0) & (slot < num_slots)
+
+
+@gluon.jit
+def _sees(s, j, GROUP: gl.constexpr, TOKENS: gl.constexpr):
+    """Which key is seen by which column, of logits ``[warps, keys, columns]``: j is how far behind those that the first
+    token sees the tile begins, and each next token sees one more."""
+    EACH: gl.constexpr = gl.SliceLayout(2, s.type.layout)
+    w = gl.arange(0, s.shape[0], gl.SliceLayout(1, EACH))[:, None]
+    n = gl.arange(0, s.shape[1], gl.SliceLayout(0, EACH))[None, :]
+    h = gl.arange(0, s.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, s.type.layout)))
+    return (j + w * s.shape[1] + n)[:, :, None] < token_of(h, GROUP, TOKENS)[None, None, :]
 
 
 @gluon.jit
@@ -160,7 +176,7 @@ def _in_order(acc, V: gl.constexpr):
     do_not_specialize=(
         "kv_indptr", "kv_indices", "lse", "part_lse", "k_scale", "v_scale", "q_row", "q_head", "kc_page",
         "kc_token", "kc_head", "vc_page", "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs",
-        "programs", "window", "scale", "cap",
+        "programs", "window", "scale", "cap", "qo_indptr", "n",
     ),
 )  # fmt: skip
 def decode_attention_lanes_kernel(
@@ -168,10 +184,12 @@ def decode_attention_lanes_kernel(
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
+    qo_indptr, n: gl.int32,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, WINDOW: gl.constexpr,
     CAP: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
     SHORTEST: gl.constexpr, LONGER: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    COLUMNS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -180,7 +198,18 @@ def decode_attention_lanes_kernel(
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
-    if bs <= FEW:
+    LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    if TOKENS:
+        if bs <= FEW:
+            chunk, request, before, falls, _ = find_tile(
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+            )
+        else:
+            chunk, request, before, falls, _ = find_tile(
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+            )
+        note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
+    elif bs <= FEW:
         chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
     else:
         chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
@@ -194,16 +223,26 @@ def decode_attention_lanes_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     EACH: gl.constexpr = gl.SliceLayout(1, MMA)
-    H: gl.constexpr = HEADS
+    H: gl.constexpr = COLUMNS
     STEP: gl.constexpr = W * N
 
     if request < bs:
-        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP, WINDOW)
-        note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
-        kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
-        member = block % (BLOCKS * GROUP // Q_HEADS) * H
-        first = kv_head * GROUP + member
-        row = request.to(gl.int64)
+        if TOKENS:
+            tile, begin, low, high, sees = part_of(
+                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, STEP
+            )
+            note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
+            parts = tile[4]
+            row = tile[0].to(gl.int64)
+            columns = tile[1] * GROUP
+        else:
+            begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP, WINDOW)
+            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
+            row = request.to(gl.int64)
+            columns = GROUP
+            sees = high
+        kv_head = block.to(gl.int64)
+        first = kv_head * GROUP
 
         k_base = k_cache.to(gl.pointer_type(gl.int32), bitcast=True) + kv_head * (kc_head * (UNIT // WORD))
         v_base = v_cache.to(gl.pointer_type(gl.int32), bitcast=True) + kv_head * (vc_head * (UNIT // WORD))
@@ -220,7 +259,7 @@ def decode_attention_lanes_kernel(
         h = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
         w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
         at = q + (row * q_row + first * q_head) * UNIT
-        x = gl.load(at + h * (q_head * UNIT) + d + w * 0, member + h < GROUP, other=0.0)
+        x = gl.load(at + row_at(h, q_row, q_head, GROUP, TOKENS) * UNIT + d + w * 0, h < columns, other=0.0)
         by = gl.full([W, H], scale * factor(k_scale, K_KIND), gl.float32, EACH)
         if q.dtype.element_ty != gl.float16:
             e = exponent(gl.max(magnitude(x), 1))
@@ -241,6 +280,9 @@ def decode_attention_lanes_kernel(
             else:
                 s = s * (by * LOG2E)[:, None, :]
             s = gl.where(ok[:, :, None] != 0, s, float("-inf"))
+            if TOKENS > 1:  # noqa: SIM102, what is known when it is compiled stands alone
+                if j + STEP > sees:
+                    s = gl.where(_sees(s, j - sees, GROUP, TOKENS), s, float("-inf"))
             new = gl.maximum(top, gl.max(s, 1))
             base = gl.where(new == float("-inf"), 0.0, new)
             keep = gl.exp2(top - base)
@@ -266,14 +308,16 @@ def decode_attention_lanes_kernel(
         sums = gl.where(some, base - SHIFT + gl.log2(full), float("-inf"))
         d = gl.arange(0, DV, gl.SliceLayout(0, OUT))[None, :]
         h = gl.arange(0, H, gl.SliceLayout(1, OUT))
-        there = (member + h < GROUP)[:, None]
+        there = (h < columns)[:, None]
         one = gl.arange(0, H, gl.SliceLayout(0, EACH))
         if parts == 1:
-            to = out + (row * out_row + first * out_head) * UNIT + (h * (out_head * UNIT))[:, None] + d
+            to = out + (row * out_row + first * out_head) * UNIT
+            to += (row_at(h, out_row, out_head, GROUP, TOKENS) * UNIT)[:, None] + d
             gl.store(to, acc.to(out.dtype.element_ty), there)
             if LSE:
-                gl.store(lse + row * Q_HEADS + first + one, sums * LN2, member + one < GROUP)
+                to = lse + row * Q_HEADS + first + row_at(one, Q_HEADS, 1, GROUP, TOKENS)
+                gl.store(to, sums * LN2, one < columns)
         else:
-            line = c.to(gl.int64) * Q_HEADS + first
-            gl.store(part + (line + h)[:, None] * DV + d, acc, there)
-            gl.store(part_lse + line + one, sums, member + one < GROUP)
+            line = c.to(gl.int64) * LINES + first
+            gl.store(part + (line + row_at(h, Q_HEADS, 1, GROUP, TOKENS))[:, None] * DV + d, acc, there)
+            gl.store(part_lse + line + row_at(one, Q_HEADS, 1, GROUP, TOKENS), sums, one < columns)

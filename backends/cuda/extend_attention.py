@@ -3,9 +3,10 @@
 
 A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all
 of a tile's tokens see go without a mask; the diagonal and the window's edge follow with one. The grid
-bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again. MLA's
-shared rows on Hopper: `_tokens.py`. Other heads there: `extend_attention_hopper.py`, and where tiles are too few for
-the device and keys many, as where drafts are verified, their keys are split, and `_merge.py` merges what is left.
+bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again. On Hopper MLA's shared rows,
+and few tokens over fp8, go to decode_attention's kernels: `_tokens.py`. Other calls there:
+`extend_attention_hopper.py`, and where tiles are too few for the device and keys many, as where drafts are verified,
+their keys are split, and `_merge.py` merges what is left.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pd
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
-from hal.triton.plans import MOST, Counters, Plan, Scratch, Size, Step, length, plans
+from hal.triton.plans import MOST, Counters, Plan, Result, Scratch, Size, Step, length, plans
 
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
@@ -325,38 +326,13 @@ def _plan(
     return run, hopper, blocks, m // heads, tuple(s // unit for s in strides)
 
 
-@plans
-def _plans(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    causal: bool,
-    sliding_window: int,
-    logit_cap: float,
-    k_scale: object,
-    v_scale: object,
-) -> Plan:
-    n, nnz = q.shape[0], kv_indices.shape[0]
-    returns, to, row = _attention.result(q, v_cache, out)
-    if max(n, nnz) > MOST:
-        raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
-    if not q.shape[1]:
-        return Plan((), returns=returns)
-    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
-    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
-    plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
-    if shared and (
-        found := _tokens.plan(
-            q, k_cache, v_cache, returns, to, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, plain
-        )
-    ):
-        return found
+def _own(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, returns: str | Result, to: str, row: tuple[int, int],
+    lse: Tensor | None, causal: bool, sliding_window: int, logit_cap: float, k_scale: object, v_scale: object,
+    shared: bool, plain: bool,
+) -> Plan:  # fmt: skip
+    """What a call starts of this op's own kernels."""
+    window = sliding_window >= 0
     run, hopper, blocks, tokens, strides = _plan(
         q, k_cache, v_cache, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
     )
@@ -394,6 +370,45 @@ def _plans(
         *_merge.steps(split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), few),
     ]
     return Plan(tuple(steps), (n.at_most(few) + parts).times(rows) + n.times(4) + lines * v_dim, returns)
+
+
+@plans
+def _plans(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    causal: bool,
+    sliding_window: int,
+    logit_cap: float,
+    k_scale: object,
+    v_scale: object,
+) -> Plan:
+    n, nnz = q.shape[0], kv_indices.shape[0]
+    returns, to, row = _attention.result(q, v_cache, out)
+    if max(n, nnz) > MOST:
+        raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
+    if not q.shape[1]:
+        return Plan((), returns=returns)
+    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
+    # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
+    plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
+    few = None
+    if not window:
+        few = _tokens.taken(
+            q, k_cache, v_cache, kv_indices, to, row, lse, causal, logit_cap > 0, k_scale, v_scale, shared, plain
+        )
+    if few and not few.few:
+        return Plan(few.steps, few.scratch, returns)
+    own = _own(
+        q, k_cache, v_cache, returns, to, row, lse, causal, sliding_window, logit_cap, k_scale, v_scale, shared, plain
+    )
+    return few.beside(own) if few else own
 
 
 @_plans.launcher

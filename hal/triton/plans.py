@@ -147,7 +147,7 @@ class Result(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call starts: at most six launches, one after the other."""
+    """What a call starts: at most ten launches, one after the other."""
 
     steps: tuple[Step, ...]
     scratch: Size | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from assembler import serialized
+from launched import launched
 
 from hal._remote.target import DirectTarget
 from hal.conformance.execute import execute
@@ -37,9 +38,17 @@ FORMS: dict[str, dict[str, Any]] = {
     "extreme": {"values": "extreme", "indptr_values": "extreme", "longest": 3, "index": "i64"},
 }
 FP8: dict[str, dict[str, Any]] = {
-    "e4m3": {"cache_dtype": "e4m3", "scales": "tensor"},
-    "e5m2-absent": {"cache_dtype": "e5m2", "values": "skip", "index": "i64", "logit_cap": 3.0, "loud": 4.0},
+    "e4m3": {"cache_dtype": "e4m3", "scales": "tensor", "longest": 50},
+    "e5m2-absent": {
+        "cache_dtype": "e5m2",
+        "values": "skip",
+        "index": "i64",
+        "logit_cap": 3.0,
+        "loud": 4.0,
+        "longest": 50,
+    },
 }
+"""With as many tokens as no tile of few takes (``test_extend_attention_tokens.py``)."""
 
 
 def made(head_dim: int = 128, v_head_dim: int = 128, **change: Any) -> dict[str, Any]:
@@ -48,15 +57,8 @@ def made(head_dim: int = 128, v_head_dim: int = 128, **change: Any) -> dict[str,
 
 
 def started(args: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(kernel, SPLIT) of the launches of a call, by the plan that is made for it."""
-    from hal.backends.cuda import inspect
-    from hal.backends.cuda.extend_attention import _plans
-
-    with inspect.record():
-        plan = _plans.make(*(args[name] for name in _plans.names))
-    long = {name: len(args[name]) for name in ("q", "kv_indices", "qo_indptr")}
-    taken = [step for step in plan.steps if all(low < long[name] <= high for name, low, high in step.where)]
-    return [(step.run.kernel.name, step.run.static.get("SPLIT")) for step in taken]
+    """(kernel, SPLIT) of the launches of a call."""
+    return [(run.kernel.name, run.static.get("SPLIT")) for run in launched("extend_attention", args)]
 
 
 @pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")

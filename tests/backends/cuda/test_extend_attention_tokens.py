@@ -1,6 +1,7 @@
-"""extend_attention's query tokens as decode_attention's kernel takes them: a few of a request, over MLA's rows.
+"""extend_attention's query tokens as decode_attention's kernels take them: a few of a request, over MLA's rows, or over
+fp8 keys and values apart.
 
-Compiled: that the Gluon kernel of tiles of tokens doesn't spill. On Hopper (``ci/h200``): what it computes. Which tile
+Compiled: that the Gluon kernels of tiles of tokens don't spill. On Hopper (``ci/h200``): what it computes. Which tile
 a program finds: ``test_tiles.py``; how parts of tiles are merged: ``test_merge.py``.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from assembler import serialized
+from launched import launched
 
 from hal._remote.target import DirectTarget
 from hal.conformance.execute import execute
@@ -48,11 +50,49 @@ FORMS: dict[str, dict[str, Any]] = {
     "e5m2-heads-128-absent": {"cache_dtype": "e5m2", "q_heads": 128, "prefix": 300, "longest": 2, "values": "skip"},
     "extreme": {"bs": 9, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6, "index": "i64"},
 }
+FP8 = {
+    "bs": 3,
+    "longest": 4,
+    "prefix": 1400,
+    "slots": 9600,
+    "q_heads": 8,
+    "kv_heads": 2,
+    "dtype": "bf16",
+    "cache_dtype": "e4m3",
+    "scales": "tensor",
+}
+APART: dict[str, dict[str, Any]] = {
+    "plain": {"head_dim": 128},
+    "e5m2-fp16": {"head_dim": 128, "cache_dtype": "e5m2", "dtype": "fp16", "scales": "float", "lse": False},
+    "slots-of-64-bits": {"head_dim": 128, "index": "i64", "indptr": "i64"},
+    "heads-of-64": {"head_dim": 64},
+    "heads-of-64-slots-of-64-bits": {"head_dim": 64, "index": "i64"},
+    "heads-of-256": {"head_dim": 256, "q_heads": 4},
+    "narrower-values": {"head_dim": 128, "v_head_dim": 64},
+    "group-of-8": {"head_dim": 128, "q_heads": 16, "longest": 5},
+    "group-of-7": {"head_dim": 128, "q_heads": 14, "cache": "paged", "cache_view": "pairs"},
+    "group-of-1": {"head_dim": 128, "q_heads": 2, "longest": 21},
+    "absent": {"head_dim": 128, "values": "skip", "spare": 3, "lengths": "full"},
+    "not-causal": {"head_dim": 128, "causal": False},
+    "cap": {"head_dim": 128, "logit_cap": 3.0, "loud": 4.0},
+    "one-long": {"head_dim": 128, "bs": 40, "longest": 30, "lengths": "skewed", "prefix": 900, "slots": 40000},
+    "no-prefix": {"head_dim": 128, "prefix": 0},
+    "fewer-keys": {"head_dim": 128, "prefix": -3, "bs": 40, "slots": 4000},
+    "many-requests": {"head_dim": 64, "bs": 300, "prefix": 90, "slots": 30000},
+    "whole": {"head_dim": 64, "bs": 1100, "longest": 8, "lengths": "full", "prefix": 9, "slots": 20000},
+    "edge": {"head_dim": 128, "bs": 9, "values": "edge", "indptr_values": "edge", "prefix": 40},
+    "extreme": {"head_dim": 128, "bs": 9, "values": "extreme", "indptr_values": "extreme", "prefix": 6, "index": "i64"},
+}
+"""Several tiles of keys, several parts; tiles of tokens that are not full."""
 SPEC = get_spec("extend_attention")
 
 
 def made(**change: Any) -> dict[str, Any]:
     return SPEC.make(**{**MLA, **change})
+
+
+def apart(**change: Any) -> dict[str, Any]:
+    return SPEC.make(**{**FP8, **change})
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
@@ -64,6 +104,16 @@ def test_right(form: str) -> None:
     execute(SPEC, made(**FORMS[form]), DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cuda"))
     names = {plan.steps[0].run.kernel.name for plan in extend_attention._plans.values()}
     assert names == {"decode_attention_hopper_kernel"}
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("form", APART)
+def test_right_over_fp8(form: str) -> None:
+    from hal.backends.cuda import extend_attention
+
+    args = apart(**APART[form])
+    assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"
+    execute(SPEC, args, DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cuda"))
 
 
 def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
@@ -80,6 +130,36 @@ def test_taken_on_hopper_alone() -> None:
     assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
     for change in ({"sliding_window": 5}, {"logit_cap": 3.0}, {"dtype": "fp32"}):
         assert kernels(made(**change)) == {"extend_attention_kernel"}
+
+
+@pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
+def test_over_fp8_by_how_many_tokens_a_request_has() -> None:
+    def names(**change: Any) -> list[str]:
+        return [run.kernel.name for run in launched(SPEC.name, apart(**{"head_dim": 128, "lengths": "full", **change}))]
+
+    lanes, hopper = ["decode_attention_lanes_kernel", "merge_kernel"], ["extend_attention_hopper_kernel"]
+    assert names() == names(longest=8) == lanes
+    assert names(longest=9, bs=8) == names(longest=5, bs=8, q_heads=16) == hopper
+    assert names(bs=1100, longest=8, prefix=9, slots=20000) == lanes[:1]
+    assert names(q_heads=18)[0] == names(sliding_window=70, bs=8)[0] == "extend_attention_hopper_kernel"
+    for form in APART.values():
+        args = apart(**form)
+        assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"
+        for arch in (80, 100):
+            assert [run.kernel.name for run in launched(SPEC.name, args, arch)] == ["extend_attention_kernel"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
+@pytest.mark.parametrize("form", APART if os.environ.get("CI_ALL") else ("plain", "slots-of-64-bits"))
+def test_no_form_over_fp8_spills(form: str) -> None:
+    from hal.backends.cuda import inspect
+
+    with inspect.record() as calls:
+        inspect.launcher(SPEC.name)(**apart(**APART[form]))
+    found = next(call for call in calls if call[0].kernel.name == "decode_attention_lanes_kernel")
+    cubin = inspect.compile_call(found, 90).asm["cubin"]
+    assert inspect.resources(cubin)[1] == 0
+    assert inspect.widest_load(inspect.sass(cubin)) == 128
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
