@@ -251,7 +251,7 @@ def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: b
         and arch(q.get_device()) == 90
         and q.dtype.itemsize == 2
         and (q.shape[2], v_cache.shape[-1]) in HOPPER
-        and (unit >= 8 if q.dtype == k_cache.dtype else unit == 16 and q.shape[2] <= 128 and k_cache.dtype in FP8)
+        and (unit >= 8 if q.dtype == k_cache.dtype else unit == 16 and q.shape[2] != 192 and k_cache.dtype in FP8)
         and not shared
     )
 

@@ -89,7 +89,7 @@ CI_ALL = os.environ.get("CI_ALL")
     [
         *((128, 128, form) for form in FORMS if form not in RUNS),
         *((192, 128, form) for form in RUNS),
-        *((dim, dim, form) for dim in (64,) for form in FP8),
+        *((dim, dim, form) for dim in (64, 256) for form in FP8),
         *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
     ],
 )
@@ -108,7 +108,7 @@ def judged(args: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("cache_dtype", ["e4m3", "e5m2"])
 def test_queries_that_fp16_does_not_hold(head_dim: int, cache_dtype: str) -> None:
     """Rows of zeros, of one element, of two and little ones, and a scale of a cache below 0."""
@@ -182,7 +182,7 @@ def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
     assert kernels(args) == {"extend_attention_hopper_kernel"}
     fp8 = made(head_dim, v_head_dim, **FP8["e4m3"])
     assert launched("extend_attention", fp8)[0].kernel.name == (
-        "extend_attention_kernel" if head_dim > 128 else "extend_attention_hopper_kernel"
+        "extend_attention_kernel" if head_dim == 192 else "extend_attention_hopper_kernel"
     )
     assert kernels(args, 80) == kernels(args, 100) == {"extend_attention_kernel"}
 
@@ -192,7 +192,7 @@ def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
     [
         {"dtype": "fp32"},
         {"cache_dtype": "e4m3", "dtype": "fp32"},
-        {"cache_dtype": "e4m3", "head_dim": 256, "v_head_dim": 256},
+        {"cache_dtype": "e4m3", "head_dim": 192, "v_head_dim": 128},
         {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "padded"},
         {"head_dim": 96, "v_head_dim": 96},
         {"q_view": "misaligned"},
@@ -247,7 +247,7 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
     ("head_dim", "v_head_dim", "form"),
     [
         *((*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL else LITTLE[2:3])),
-        *((dim, dim, form) for dim in (64, 128) for form in (FP8 if CI_ALL else ("e4m3",))),
+        *((dim, dim, form) for dim in (64, 128, 256) for form in (FP8 if CI_ALL else ("e4m3",))),
     ],
 )
 def test_no_form_spills_or_has_its_products_serialized(
@@ -263,7 +263,8 @@ def test_no_form_spills_or_has_its_products_serialized(
     compiled = inspect.compile_call(call, 90)
     registers, spills, _ = inspect.resources(compiled.asm["cubin"])
     assert registers == 168
-    # A word or two of these forms are put aside once a tile of queries, outside the loops over keys.
-    assert spills <= (16 if head_dim > 128 or form in FP8 else 0)
+    # A word or two of these forms are put aside once a tile of queries, outside the loops over keys; up to 60 of rows of
+    # 256 that are widened, where the tile's queries are scaled.
+    assert spills <= (240 if head_dim == 256 and form in FP8 else 16 if head_dim > 128 or form in FP8 else 0)
     assert not put_aside(compiled.asm["cubin"], tmp_path)
     assert not serialized(compiled.asm["ptx"], tmp_path)
