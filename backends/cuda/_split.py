@@ -16,8 +16,8 @@ from hal.backends.cuda._attention import LN2, entry, lengths
 
 @triton.jit
 def find(
-    kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, WINDOW: tl.constexpr,
-    LONGER: tl.constexpr = 0,
+    kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, LONGER: tl.constexpr = 0,
 ):  # fmt: skip
     """(how many keys a part has at most, the request that part c is of, or bs, and the parts before that request's).
 
@@ -31,7 +31,8 @@ def find(
     before = tl.cast(0, tl.int32)
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
-        most = even(total_of(n, 1), programs, SHORTEST, LONGER)
+        total = total_of(n, 1)
+        most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
         if (bs > 1) & (bs < programs):
             most = wider(n, 1, most, programs)
         chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
@@ -44,7 +45,8 @@ def find(
         total = tl.cast(0, tl.int64)
         for b in range(0, bs, BLOCK):
             total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 1)
-        chunk = tl.minimum(even(total, programs, SHORTEST, LONGER), tl.maximum(nnz, 1)).to(tl.int32)
+        most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
+        chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
         base = tl.cast(0, tl.int32)
         for b in range(0, bs, BLOCK):
             parts = counts(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
@@ -54,6 +56,21 @@ def find(
             before += tl.sum(tl.where(mine, parts, 0))
             base += tl.sum(parts)
     return chunk, request, before
+
+
+@triton.jit
+def find_one(
+    kv_indptr, c, nnz, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    LONGER: tl.constexpr = 0,
+):  # fmt: skip
+    """`find`, where there is one request: sums over requests, of which each is a step that the next waits for, are not
+    needed, and until they are there a program has nothing to fetch."""
+    n = tl.maximum(entry(kv_indptr, 1, nnz) - entry(kv_indptr, 0, nnz), 0)
+    if WINDOW:
+        n = tl.minimum(n, window + 1)
+    most = even(n.to(tl.int64), programs, shortest(n, SHORTEST, FEW_PARTS), LONGER)
+    chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+    return chunk, (counts(n, chunk) <= c).to(tl.int32), tl.cast(0, tl.int32)
 
 
 @triton.jit
@@ -74,15 +91,27 @@ def total_of(n, tiles):
 
 
 @triton.jit
-def even(total, programs, SHORTEST: tl.constexpr, LONGER: tl.constexpr):
-    """Keys of a part where `programs` share them evenly; more of few, where LONGER is how many query heads a key head
-    has: merging what more programs leave takes longer than these save. In 32 bits: a division in 64 is a call."""
+def shortest(total, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr):
+    """Keys that a part has at least: SHORTEST; up to twice as many where they would be more than FEW_PARTS parts, which
+    take longer to merge than a part of twice the keys."""
+    if FEW_PARTS:
+        each = tl.minimum(total, 2 * SHORTEST * FEW_PARTS).to(tl.int32) // FEW_PARTS
+        return tl.maximum(each, SHORTEST)
+    else:
+        return SHORTEST
+
+
+@triton.jit
+def even(total, programs, least, LONGER: tl.constexpr):
+    """Keys of a part where `programs` share them evenly, but at least so many; more of few, where LONGER is how many
+    query heads a key head has: merging what more programs leave takes longer than these save. In 32 bits: a division in
+    64 is a call."""
     fits = total < 2**31 - 1
     most = (tl.where(fits, total, 1).to(tl.int32) - 1) // programs + 1
     if LONGER:
         few = tl.minimum(most, 48 * LONGER)
         most = tl.maximum(most, tl.minimum(few + few * LONGER // 8, 48 * LONGER))
-    return tl.where(fits, tl.maximum(most, SHORTEST), 2**31 - 1)
+    return tl.where(fits, tl.maximum(most, least), 2**31 - 1)
 
 
 @triton.jit

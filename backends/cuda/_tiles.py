@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from hal.backends.cuda._attention import entry, lengths, within
-from hal.backends.cuda._split import counts, even, notes, total_of, wider
+from hal.backends.cuda._split import counts, even, notes, shortest, total_of, wider
 
 
 @triton.jit
 def find(
-    qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, WHOLE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """(how many keys a part has at most, the request that c is a part of a tile of, or bs, those of requests before,
     whether a request ends before it begins, how many there are of all: no more than tiles and `programs`). Where no
@@ -33,7 +33,8 @@ def find(
         tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
         keys = lengths(kv_indptr, each, each < bs, nnz)
         if programs > 1:
-            most = even(total_of(keys, tiles), programs, SHORTEST, 0)
+            total = total_of(keys, tiles)
+            most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), 0)
             split = tl.minimum(wider(keys, tiles, most, programs), chunk)
             chunk = tl.where(tl.max(keys) > WHOLE, split, chunk) if WHOLE else split
         parts = counts(keys, chunk) * tiles
@@ -52,7 +53,7 @@ def find(
             longest = tl.maximum(longest, tl.max(keys))
             falls |= falling
         if programs > 1:
-            split = tl.minimum(even(total, programs, SHORTEST, 0), chunk)
+            split = tl.minimum(even(total, programs, shortest(total, SHORTEST, FEW_PARTS), 0), chunk)
             chunk = tl.where(longest > WHOLE, split, chunk) if WHOLE else split
         for b in range(0, bs, BLOCK):
             tiles, _ = _tiles(qo_indptr, b + each, n, bs, TOKENS)

@@ -188,11 +188,11 @@ def find_part(
     many = gl.arange(0, BLOCK, _each(BLOCK))
     if bs <= FEW:
         chunk, request, before, falls, every = find_tile(
-            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS
+            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS
         )
     else:
         chunk, request, before, falls, every = find_tile(
-            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS
+            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS
         )
     if item == gl.program_id(0):
         for token in range(item, n, gl.num_programs(0)):

@@ -31,8 +31,14 @@ DEEP_TILE = (16, 64, 4, 4)
 """(M, N, warps, stages) on Hopper, of 16-bit rows of 16, 32, 64 or 128 elements: three tiles of keys under way."""
 DEEP_PER_SM = 2
 """Programs of that tile a multiprocessor: as many as shared memory is for."""
-SHORTEST = 128
-"""Keys that a part has at least."""
+SHORTEST = 64
+"""Keys that a part has at least; up to twice as many, where there would be more parts than `FEW_PARTS`."""
+FEW_PARTS = 32
+"""So many short parts are there earlier than half as many, and take little longer to merge."""
+FEW_MERGED = 128
+"""The same of parts that whoever is last merges, times a part's query heads."""
+FEW_LATENT_PARTS = 64
+"""The same of MLA's rows where one program has all query heads."""
 WHOLE = 192
 """Up to so many listed keys no request is split: one launch takes the host and the device less than two."""
 BLOCK = 256
@@ -102,8 +108,8 @@ def decode_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, K_KIND: tl.constexpr,
     V_KIND: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    PDL: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -115,9 +121,13 @@ def decode_attention_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(
+            kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
+        )
     else:
-        chunk, request, before = find(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(
+            kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
+        )
     if request < bs:
         begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
         if TOGETHER == 0:
@@ -230,9 +240,12 @@ def _plan(
     heads = next_power_of_2(min(group, m))
     wide = heads * pad
     once = TOGETHER // wide if deep else 0
+    few = FEW_LATENT_PARTS if hopper and blocks == 1 else FEW_PARTS
+    if not (hopper or lanes):
+        few = min(few, FEW_MERGED // heads)
     same = {
         "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "UNIT": unit, "WINDOW": window, "SHORTEST": SHORTEST,
-        "BLOCK": BLOCK, "FEW": FEW, **common,
+        "FEW_PARTS": few, "BLOCK": BLOCK, "FEW": FEW, **common,
     }  # fmt: skip
     if hopper:
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel

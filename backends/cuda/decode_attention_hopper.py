@@ -33,6 +33,7 @@ from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
 find = gluon.jit(_split.find.fn)
+find_one = gluon.jit(_split.find_one.fn)
 find_tile = gluon.jit(_tiles.find.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
@@ -264,9 +265,9 @@ def decode_attention_hopper_kernel(
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
     qo_indptr, n: gl.int32, map,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
-    UNIT: gl.constexpr, SHORTEST: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
-    K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, MAP: gl.constexpr,
-    PAIRED: gl.constexpr,
+    UNIT: gl.constexpr, SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+    PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
+    MAP: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     FEW_HEADS: gl.constexpr = FP8 and fits(GROUP, TOKENS)
@@ -314,19 +315,21 @@ def decode_attention_hopper_kernel(
     if TOKENS:
         if bs <= FEW:
             chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
             )
         else:
             chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
             )
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
     elif programs == 1:
         chunk, request, before = unsplit(c, nnz)
+    elif bs == 1:
+        chunk, request, before = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW)
     elif bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW)
     else:
-        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW)
+        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW)
 
     if request < bs:
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)

@@ -22,6 +22,7 @@ from hal.triton import launch
 exponent = gluon.jit(_attention.exponent.fn)
 factor = gluon.jit(_attention.factor.fn)
 find = gluon.jit(_split.find.fn)
+find_one = gluon.jit(_split.find_one.fn)
 magnitude = gluon.jit(_attention.magnitude.fn)
 place = gluon.jit(_attention.place.fn)
 power = gluon.jit(_attention.power.fn)
@@ -188,8 +189,8 @@ def decode_attention_lanes_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, WINDOW: gl.constexpr,
     CAP: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
-    SHORTEST: gl.constexpr, LONGER: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
-    COLUMNS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
+    SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, LONGER: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+    PDL: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -202,17 +203,21 @@ def decode_attention_lanes_kernel(
     if TOKENS:
         if bs <= FEW:
             chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
             )
         else:
             chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, TOKENS
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
             )
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
+    elif bs == 1:
+        chunk, request, before = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
     elif bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
+        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
     else:
-        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, WINDOW, LONGER)
+        chunk, request, before = find(
+            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        )
 
     KIND: gl.constexpr = k_cache.dtype.element_ty
     K_WIDE: gl.constexpr = 4

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._split import find
+from hal.backends.cuda._split import find, find_one
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,8 +26,25 @@ LONG = {"bs": 3, "longest": 1500, "lengths": "full", "slots": 4800, "kv_heads": 
 
 @triton.jit
 def chunk_kernel(indptr, to, nnz, bs, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    chunk, _, _ = find(indptr, tl.arange(0, BLOCK), 0, nnz, bs, programs, 0, 128, False)
+    chunk, _, _ = find(indptr, tl.arange(0, BLOCK), 0, nnz, bs, programs, 0, 128, 0, False)
     tl.store(to, chunk)
+
+
+@triton.jit
+def found_kernel(  # type: ignore[no-untyped-def]
+    indptr, to, nnz, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    LONGER: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """What each part of the only request finds, of 20 programs."""
+    c = tl.program_id(0)
+    if ONE:
+        chunk, request, before = find_one(indptr, c, nnz, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
+    else:
+        each = tl.arange(0, 32)
+        chunk, request, before = find(indptr, each, c, nnz, 1, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
+    tl.store(to + 3 * c, chunk)
+    tl.store(to + 3 * c + 1, request)
+    tl.store(to + 3 * c + 2, tl.where(request < 1, before, 0))
 
 
 @pytest.fixture
@@ -94,6 +111,35 @@ def test_equal_requests_are_parts_that_run_at_once(bs: int) -> None:
     even = -(-3000 * bs // 66)
     assert even <= int(chunk) <= 2 * even
     assert bs * -(-3000 // int(chunk)) <= 66
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("begin", "end", "window"),
+    [(0, 0, 0), (0, 1, 0), (3, 700, 0), (0, 1024, 0), (0, 3000, 90), (5, 9000, 0), (700, 3, 0), (-4, 10**6, 0)],
+)
+@pytest.mark.parametrize("longer", [0, 4])
+def test_one_request_finds_what_one_of_many_does(begin: int, end: int, window: int, longer: int) -> None:
+    indptr = torch.tensor([begin, end], dtype=torch.int32, device="cpu")
+    form = {"SHORTEST": 64, "FEW_PARTS": 8, "WINDOW": window > 0, "LONGER": longer}
+    found = [torch.zeros(21, 3, dtype=torch.int32, device="cpu") for _ in range(2)]
+    for one in range(2):
+        found_kernel[(21,)](indptr, found[one], 100_000, window, **form, ONE=bool(one))
+    assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+def test_few_parts_are_shorter_than_many() -> None:
+    """64 keys each while that is no more than 8 parts; then more, up to 128; then as many parts as programs."""
+
+    def keys_of_a_part(keys: int) -> int:
+        indptr = torch.tensor([0, keys], dtype=torch.int32, device="cpu")
+        found = torch.zeros(1, 3, dtype=torch.int32, device="cpu")
+        form = {"SHORTEST": 64, "FEW_PARTS": 8, "WINDOW": False, "LONGER": 0}
+        found_kernel[(1,)](indptr, found, keys, 0, **form, ONE=True)
+        return int(found[0, 0])
+
+    assert [keys_of_a_part(n) for n in (100, 512, 768, 1024, 2048, 20 * 200)] == [64, 64, 96, 128, 128, 200]
 
 
 @pytest.mark.skipif(not CUDA or INTERPRETED, reason="needs a CUDA device")

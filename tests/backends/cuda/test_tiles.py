@@ -48,7 +48,7 @@ def ask(
 ):  # fmt: skip
     c = tl.program_id(0)
     each = tl.arange(0, BLOCK)
-    chunk, request, before, falls, every = find(qo, kv, each, c, n, nnz, bs, programs, SHORTEST, WHOLE, TOKENS)
+    chunk, request, before, falls, every = find(qo, kv, each, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS)
     note_none(qo, part_lse, falls, c, n, bs, programs, LINES)
     to += 11 * c
     tl.store(to, request)
