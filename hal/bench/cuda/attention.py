@@ -41,6 +41,11 @@ SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5,
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))
 """The same, of few requests with few tokens behind many: drafts to verify, a turn of a conversation."""
+OVER_FP8 = (
+    *((HEADS, *case) for case in ((1, 4, 8188), (8, 4, 4092), (32, 4, 4092), (8, 8, 4088))),
+    *(((16, 8, 256), *case) for case in ((8, 4, 4092), (1, 4096, 0))),
+)
+"""Heads, then the same, over e4m3."""
 FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 8192), (32, 1024))
 """(bs, keys each)."""
 BEYOND = (
@@ -290,11 +295,10 @@ def _attention_row(
     new: int,
     keys: int,
     rounds: int,
+    heads: tuple[int, int, int],
+    cache: torch.dtype,
     target: float | None = None,
-    heads: tuple[int, int, int] | None = None,
-    cache: torch.dtype = torch.bfloat16,
 ) -> Row:
-    heads = heads or HEADS
     sets = [Inputs(bs, new, keys, seed=s, heads=(*heads, heads[2]), cache=cache) for s in range(2)]
     impls = {OURS: [x.ours() for x in sets]}
     for x in sets:
@@ -361,10 +365,23 @@ def decode_attention(quick: bool = False) -> list[Row]:
 
 
 def extend_attention(quick: bool = False) -> list[Row]:
-    """Rows: batch."""
+    """Rows: batch; then `OVER_FP8`."""
+    cases: list[tuple[Any, ...]] = [
+        (HEADS, torch.bfloat16, *case) for case in (EXTEND[-1:] if quick else EXTEND + SHORT + FEW)
+    ]
+    cases += [] if quick else [(heads, torch.float8_e4m3fn, *case) for heads, *case in OVER_FP8]
     return table_of(
-        partial(_attention_row, op="extend_attention", bs=bs, new=new, keys=new + prefix, rounds=3 if quick else 15)
-        for bs, new, prefix in (EXTEND[-1:] if quick else EXTEND + SHORT + FEW)
+        partial(
+            _attention_row,
+            op="extend_attention",
+            bs=bs,
+            new=new,
+            keys=new + prefix,
+            rounds=3 if quick else 15,
+            heads=heads,
+            cache=cache,
+        )
+        for heads, cache, bs, new, prefix in cases
     )
 
 
