@@ -387,7 +387,7 @@ def extend_attention_hopper_kernel(
             by *= LOG2E
 
     # Of a thread that multiplies; as much of 504 as is left goes to each that fetches. Found by looking for spills.
-    REGISTERS: gl.constexpr = (208 if D == 256 else 192) if FP8 else 216 if D == 256 else 208
+    REGISTERS: gl.constexpr = 192 if FP8 and D < 256 else 216 if D == 256 and (WINDOW or not FP8) else 208
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_tiles = (gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),)
