@@ -179,9 +179,10 @@ class Inputs:
         return {FP8_QUERIES if self.fp8 else "vllm fa3": call}
 
     def flashinfer(self) -> dict[str, Callable[[], Tensor]]:
-        """Its kernels for this batch, planned beforehand: what the host does for them is not in the times."""
+        """Its kernels for this batch, planned beforehand: what the host does for them is not in the times. Over fp8
+        those of decode alone: its others have not been tried there."""
         flashinfer = peers.flashinfer()
-        if flashinfer is None:
+        if flashinfer is None or (self.fp8 and self.new > 1):
             return {}
         hq, hk, d, _ = self.heads
         pages = -(-self.keys // PAGE)
