@@ -62,8 +62,8 @@ def decode_by_blocks_kernel(
     out_head: tl.int64, pages: tl.int64, row: tl.int64, nnz: tl.int64, bs: tl.int32, programs: tl.int32, scale,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, BY_PAGE: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    SHORTEST: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -72,9 +72,11 @@ def decode_by_blocks_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, 0, SHORTEST, False)
+        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, 0, SHORTEST, FEW_PARTS, False)
     else:
-        chunk, request, before = find(kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, 0, SHORTEST, False)
+        chunk, request, before = find(
+            kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, 0, SHORTEST, FEW_PARTS, False
+        )
     if request < bs:
         _, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, 0, N, False)
         if TOGETHER == 0:
