@@ -88,7 +88,9 @@ def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: 
 def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
     rows = tables[table](False)
     ours = {bench.OURS}
-    for row, names in zip(rows, [ours] if table == "extend_attention" else [{"hopper", "triton"}, ours], strict=True):
+    for row, names in zip(
+        rows, [ours, ours] if table == "extend_attention" else [{"hopper", "triton"}, ours], strict=True
+    ):
         assert names <= set(row["device_us"]) <= {*names, "sdpa contiguous"}
         assert all(0 < error <= 1 for error in row["headroom"].values())
 
@@ -141,9 +143,11 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
     assert set(fp8["headroom"]) == {bench.OURS}
     assert [p["num_splits"] for p in module.planned] == [32] * 4
     module.planned.clear()
-    (row,) = tables["extend_attention"](False)
-    assert "vllm fa3" in row["headroom"]
-    assert [p["num_splits"] for p in module.planned] == [32] * 2  # of two requests with five tokens each
+    plain, fp8 = tables["extend_attention"](False)
+    assert "vllm fa3" in plain["headroom"]
+    assert (plain["cache"], fp8["cache"]) == ("bfloat16", "float8_e4m3fn")
+    assert set(fp8["device_us"]) == {bench.OURS, "vllm fa3, fp8 queries"}
+    assert [p["num_splits"] for p in module.planned] == [32] * 4  # of two requests with five tokens each
     module.planned.clear()
     attention.Inputs(2, 17, 20).vllm_fa3()
     assert [p["num_splits"] for p in module.planned] == [1]
