@@ -88,9 +88,8 @@ def test_every_implementation_is_right(tables: Tables, table: str, monkeypatch: 
 def test_extend_is_judged_by_float64(tables: Tables, table: str) -> None:
     rows = tables[table](False)
     ours = {bench.OURS}
-    for row, names in zip(
-        rows, [ours, ours] if table == "extend_attention" else [{"hopper", "triton"}, ours], strict=True
-    ):
+    first = ours if table == "extend_attention" else {"hopper", "triton"}
+    for row, names in zip(rows, (first, ours), strict=True):
         assert names <= set(row["device_us"]) <= {*names, "sdpa contiguous"}
         assert all(0 < error <= 1 for error in row["headroom"].values())
 

@@ -345,45 +345,31 @@ def _in_turn(fns: list[Callable[[], Tensor]]) -> Callable[[int], Tensor]:
     return lambda i: fns[i]()
 
 
-def decode_attention(quick: bool = False) -> list[Row]:
-    """Rows: batch; `target` is the ratio to SDPA that FA3 has. Then `BEYOND`."""
-    cases: list[tuple[Any, ...]] = [(HEADS, torch.bfloat16, *case) for case in (DECODE[::5] if quick else DECODE)]
-    cases += [] if quick else [(*case, None) for case in BEYOND]
+def _attention_rows(op: str, rounds: int, cases: list[tuple[Any, ...]]) -> list[Row]:
+    """Rows of cases: heads, the cache's dtype, bs, new tokens each, keys each, target."""
     return table_of(
         partial(
-            _attention_row,
-            op="decode_attention",
-            bs=bs,
-            new=1,
-            keys=keys,
-            rounds=3 if quick else 25,
-            target=target,
-            heads=heads,
-            cache=cache,
+            _attention_row, op=op, bs=bs, new=new, keys=keys, rounds=rounds, target=target, heads=heads, cache=cache
         )
-        for heads, cache, bs, keys, target in cases
+        for heads, cache, bs, new, keys, target in cases
     )
+
+
+def decode_attention(quick: bool = False) -> list[Row]:
+    """Rows: batch; `target` is the ratio to SDPA that FA3 has. Then `BEYOND`."""
+    some: list[tuple[Any, ...]] = [(HEADS, torch.bfloat16, *case) for case in (DECODE[::5] if quick else DECODE)]
+    some += [] if quick else [(*case, None) for case in BEYOND]
+    cases = [(heads, cache, bs, 1, keys, target) for heads, cache, bs, keys, target in some]
+    return _attention_rows("decode_attention", 3 if quick else 25, cases)
 
 
 def extend_attention(quick: bool = False) -> list[Row]:
     """Rows: batch; then `OVER_FP8`."""
-    cases: list[tuple[Any, ...]] = [
-        (HEADS, torch.bfloat16, *case) for case in (EXTEND[-1:] if quick else EXTEND + SHORT + FEW)
-    ]
-    cases += [] if quick else [(heads, torch.float8_e4m3fn, *case) for heads, *case in OVER_FP8]
-    return table_of(
-        partial(
-            _attention_row,
-            op="extend_attention",
-            bs=bs,
-            new=new,
-            keys=new + prefix,
-            rounds=3 if quick else 15,
-            heads=heads,
-            cache=cache,
-        )
-        for heads, cache, bs, new, prefix in cases
-    )
+    bf16 = EXTEND[-1:] if quick else EXTEND + SHORT + FEW
+    some: list[tuple[Any, ...]] = [(HEADS, torch.bfloat16, *case) for case in bf16]
+    some += [] if quick else [(heads, torch.float8_e4m3fn, *case) for heads, *case in OVER_FP8]
+    cases = [(heads, cache, bs, new, new + prefix, None) for heads, cache, bs, new, prefix in some]
+    return _attention_rows("extend_attention", 3 if quick else 15, cases)
 
 
 def _hopper_row(

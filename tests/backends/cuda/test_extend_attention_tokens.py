@@ -6,7 +6,9 @@ a program finds: ``test_tiles.py``; how parts of tiles are merged: ``test_merge.
 """
 
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +149,31 @@ def test_over_fp8_by_how_many_tokens_a_request_has() -> None:
         assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"
         for arch in (80, 100):
             assert [run.kernel.name for run in launched(SPEC.name, args, arch)] == ["extend_attention_kernel"]
+
+
+@pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
+def test_the_helper_in_c_has_room_for_a_plan_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every call of the kind goes through Python, and nothing says so."""
+    from hal.backends.cuda import inspect
+    from hal.backends.cuda.extend_attention import _plans
+    from hal.triton import plans
+
+    source = Path(plans.__file__).with_name("_plans.c").read_text("utf-8")
+    room = {name: int(many) for name, many in re.findall(r"\b(STEPS|NUMBERS) = (\d+)", source)}
+    args = apart(head_dim=128)
+    with inspect.record():
+        plan = _plans.make(*(args[name] for name in _plans.names))
+    taught: list[dict[str, int]] = []
+
+    def learn(call: object, numbers: tuple[Any, ...], steps: tuple[Any, ...], *rest: object) -> None:
+        taught.append({"STEPS": len(steps), "NUMBERS": len(numbers)})
+
+    monkeypatch.setattr(_plans, "native", SimpleNamespace(learn=learn, lend=lambda *_: None))
+    _plans._teach(plan, None)
+    (needed,) = taught
+    both = {"decode_attention_lanes_kernel", "extend_attention_hopper_kernel"}
+    assert both < {step.run.kernel.name for step in plan.steps}
+    assert all(needed[name] <= room[name] for name in ("STEPS", "NUMBERS"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
