@@ -29,6 +29,7 @@ from hal.backends.cuda import _attention, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import as_fp16, queries
 from hal.backends.cuda._fetch_rows import HALF, KEYS
+from hal.backends.cuda._parts import leave_halves
 from hal.backends.cuda.decode_attention_lanes import PAIRS, SHIFT, WORD, _halves
 from hal.backends.cuda.extend_attention_hopper import ABSENT, _barriers, _zero
 
@@ -58,10 +59,9 @@ QUERIES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 """As `wgmma` reads chunks of queries."""
 
 
-@gluon.constexpr_function
-def fits(group, tokens):
+def fits(group: int, tokens: int) -> bool:
     """Whether this is for tiles of so many query heads, of tokens each."""
-    return group * max(tokens, 1) <= MOST
+    return group * max(tokens, 1) <= int(MOST.value)
 
 
 @gluon.constexpr_function
@@ -323,8 +323,8 @@ def _partly(w):
 
 @gluon.jit
 def _left(
-    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head,
-    LSE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row,
+    out_head, LSE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """What is left of a program's sums: outputs, or a part for the merge."""
     ROWS: gl.constexpr = acc.shape[1]
@@ -343,18 +343,22 @@ def _left(
                 gl.store(lse + r, logs * LN2, r < heads)
         else:
             gl.store(part_lse + r, logs, r < heads)
-    acc = acc * (v_factor / whole)[None, :]
+    share = v_factor / whole
+    if alone:
+        acc = acc * share[None, :]
     # [2: words, 2: pairs of a word, chunk, 2: of a pair, eighths, heads]
     acc = acc.reshape([2, 2, 4, 2, 8, ROWS]).permute((5, 2, 4, 0, 1, 3)).reshape([ROWS, HALF])
     TO: gl.constexpr = _sums_layout(ROWS)
+    ROW: gl.constexpr = gl.SliceLayout(1, TO)
     acc = gl.convert_layout(acc, TO)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, TO))
-    d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, TO))[None, :]
+    r = gl.arange(0, ROWS, ROW)
     if alone:
+        d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, TO))[None, :]
         at = row_at(r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d
         gl.store(out + at, acc.to(out.dtype.element_ty), (r < heads)[:, None])
     else:
-        gl.store(part + (r[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
+        own = gl.convert_layout(share, ROW)
+        leave_halves(acc, gl.max(gl.abs(acc), 1), own, part, r, r < heads, 2 * HALF, PART, False)
 
 
 @gluon.jit
@@ -450,6 +454,6 @@ def work_few(
 
     totals.index(PART).store(gl.convert_layout(gl.sum(total, 0), COLUMN))
     _left(
-        PART, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head, LSE, UNIT,
-        GROUP, TOKENS,
+        PART, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head, LSE,
+        UNIT, GROUP, TOKENS,
     )  # fmt: skip

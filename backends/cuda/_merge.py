@@ -23,7 +23,7 @@ FEW_MERGED = 4
 
 class Form(NamedTuple):
     """How the launch merges. The fewer lines there are, of a request, or query token, and head each, the more parts
-    each may have, and the more programs share it. As measured: docs/performance.md."""
+    each may have, and the more programs share it. As measured: docs/performance-mla.md."""
 
     piece: int
     """Elements of a line that are a program's."""
@@ -40,7 +40,12 @@ UNBOUNDED = 2**31
 """More lines than there are."""
 AT_ONCE = 512
 """Elements of parts that a program of one warp reads at once, where it has whole lines."""
-WIDE = (Form(64, 64, 2, 128, 2048), Form(128, 16, 1, 512, 4096), Form(512, 4, 2, UNBOUNDED, 2048))
+WIDE = (
+    Form(64, 64, 1, 128, 2048),
+    Form(128, 32, 1, 512, 4096),
+    Form(256, 8, 1, 1024, 4096),
+    Form(256, 4, 1, UNBOUNDED, 4096),
+)
 """Of lines of 512 elements, MLA's."""
 FEW = Form(32, 32, 1, 256, 1024)
 """Of shorter ones."""
@@ -48,16 +53,16 @@ FEW = Form(32, 32, 1, 256, 1024)
 
 @triton.jit
 def column(d):
-    """Of which column element d of a part is, where pairs of 16 have changed places as `wgmma` leaves them: 0 1 8 9 2
-    3 10 11 4 5 12 13 6 7 14 15."""
-    return (d & ~14) | ((d & 2) << 2) | ((d & 12) >> 1)
+    """Of which column element d of a part is, where pairs of 32 have changed places as `wgmma` leaves them: 0 1 8 9 16
+    17 24 25 2 3 10 11 ..."""
+    return (d & ~30) | ((d & 6) << 2) | ((d & 24) >> 2)
 
 
 @launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "n", "programs"))
 def merge_kernel(
     part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
     Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
-    ROWS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
     manieth request a program; TOKENS: of query tokens, in tiles of up to so many, of each token. EARLY: the next kernel
@@ -73,6 +78,7 @@ def merge_kernel(
     line = tl.program_id(0) % LINES
     head = line % Q_HEADS
     d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
+    unit = line // Q_HEADS * PIECE // (DV // 2) if HALVES else 0
     apart = tl.num_programs(0) // LINES
     ROW: tl.constexpr = Q_HEADS * max(TOKENS, 1)
     NOTE: tl.constexpr = 4 if TOKENS else 2
@@ -93,7 +99,9 @@ def merge_kernel(
                         behind = tl.load(at + NOTE * row + 2).to(tl.int32, bitcast=True)
                         line_of = own + Q_HEADS * tl.load(at + NOTE * row + 3).to(tl.int32, bitcast=True)
                     each = tl.arange(0, ROWS)
-                    acc, sums = merged(part, part_lse, before, behind, parts, line_of, each, d, own >= 0, ROW, DV)
+                    acc, sums = merged(
+                        part, part_lse, before, behind, parts, line_of, each, d, own >= 0, ROW, DV, HALVES, unit
+                    )
                     to = out + row * out_row + head * out_head + (column(d) if PAIRED else d)[None, None, :]
                     tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
                     if LSE:
@@ -107,7 +115,9 @@ def steps(
     query token, no more than `most` of these, and head each."""
     heads = run.static["Q_HEADS"]
     same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "PDL", "launch_pdl")}
-    same |= {"TOKENS": run.static.get("TOKENS", 0), "PAIRED": run.static.get("PAIRED", False)}
+    halves = "FEW_HEADS" in run.static
+    same |= {"TOKENS": run.static.get("TOKENS", 0), "HALVES": halves}
+    same |= {"PAIRED": halves and not run.static["FEW_HEADS"]}
     same |= {"DV": v_dim, "EARLY": v_dim == 512}
     low = -1
     for form in _forms(v_dim):

@@ -162,10 +162,14 @@ def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexp
 
 
 @triton.jit
-def merged(part, part_lse, first, apart, parts, heads, rows, d, there, Q_HEADS: tl.constexpr, DV: tl.constexpr):
+def merged(
+    part, part_lse, first, apart, parts, heads, rows, d, there, Q_HEADS: tl.constexpr, DV: tl.constexpr,
+    HALVES: tl.constexpr = False, unit=0,
+):  # fmt: skip
     """(``[heads, 1, DV]`` normalised sums, ``[heads, 1]`` log-sum-exps) of parts first, first + apart, ..., in order.
 
     `rows` of them are read together, ``arange(0, ROWS)``; `heads`, `rows` and elements `d` are a tile's three dims.
+    HALVES: sums are fp16 in the first half of a line, times what word `unit` of the other half says.
     """
     top = heads[:, None].to(tl.float32) * 0.0 + float("-inf")
     total = heads[:, None].to(tl.float32) * 0.0
@@ -178,13 +182,20 @@ def merged(part, part_lse, first, apart, parts, heads, rows, d, there, Q_HEADS: 
         mask = ok[:, :, None]
         if d.shape[0] > DV:
             mask = mask & (d < DV)[None, None, :]
-        x = tl.load(part + (at * DV)[:, :, None] + d[None, None, :], mask, other=0.0)
+        if HALVES:
+            halves = part.to(tl.pointer_type(tl.float16), bitcast=True) + (2 * at * DV)[:, :, None]
+            x = tl.load(halves + d[None, None, :], mask, other=0.0).to(tl.float32)
+            times = tl.load(part + (at * DV + (DV // 2 + unit)), ok, other=0.0)
+        else:
+            x = tl.load(part + (at * DV)[:, :, None] + d[None, None, :], mask, other=0.0)
         new = tl.maximum(top, tl.max(sums, 1, keep_dims=True))
         base = tl.where(new == float("-inf"), 0.0, new)
         w = tl.exp2(sums - base)
         keep = tl.exp2(top - base)
-        acc = acc * keep[:, :, None] + tl.sum(x * w[:, :, None], 1, keep_dims=True)
         total = total * keep + tl.sum(w, 1, keep_dims=True)
+        if HALVES:
+            w *= times
+        acc = acc * keep[:, :, None] + tl.sum(x * w[:, :, None], 1, keep_dims=True)
         top = new
     some = total != 0.0
     total = tl.where(some, total, 1.0)

@@ -11,6 +11,7 @@ be more than there are programs: then each token is a tile of one part, of the f
 import triton
 import triton.language as tl
 
+from hal.backends.cuda import _split
 from hal.backends.cuda._attention import entry, lengths, within
 from hal.backends.cuda._split import counts, even, notes, shortest, total_of, wider
 
@@ -87,6 +88,41 @@ def _owner(qo_indptr, each, token, n, bs):
         stop = within(tl.load(qo_indptr + i + 1, i < bs, other=0), n)
         found = tl.minimum(found, tl.min(tl.where((token >= first) & (token < stop), i, bs)))
     return found
+
+
+@triton.jit
+def find_part(
+    qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What program c of a kernel that decodes is for, as `find` has it, without how many there are of all: a part of a
+    tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once, where
+    there are no more, or by `many`."""
+    falls = c < 0
+    if TOKENS:
+        if bs <= few.shape[0]:
+            chunk, request, before, falls, _ = find(
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+            )
+        else:
+            chunk, request, before, falls, _ = find(
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+            )
+    elif programs == 1:
+        chunk, request, before = _split.unsplit(c, nnz)
+    elif bs == 1:
+        chunk, request, before = _split.find_one(
+            kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        )
+    elif bs <= few.shape[0]:
+        chunk, request, before = _split.find(
+            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        )
+    else:
+        chunk, request, before = _split.find(
+            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        )
+    return chunk, request, before, falls
 
 
 @triton.jit

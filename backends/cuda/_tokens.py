@@ -72,6 +72,9 @@ def taken(
         rows = FP8_ROWS if k_cache.dtype in FP8 and 2 * heads <= FP8_ROWS else ROWS
         tokens = max(1, rows // heads) if k_cache.shape[-2] == 1 else 1
         few, most = 0, MOST_SPLIT
+        from hal.backends.cuda._few_heads import fits
+
+        more["FEW_HEADS"] = k_cache.dtype in FP8 and fits(group, tokens)
     run = run.kernel.bind(**{**run.static, **more, "TOKENS": tokens})
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
     lines = (n.at_most(most) + programs).times(heads * tokens)

@@ -248,6 +248,7 @@ def _plan(
         "FEW_PARTS": few, "BLOCK": BLOCK, "FEW": FEW, **common,
     }  # fmt: skip
     if hopper:
+        from hal.backends.cuda._few_heads import fits
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
         run = decode_attention_hopper_kernel.bind(
@@ -257,7 +258,7 @@ def _plan(
             TOKENS=0,
             CAUSAL=False,
             MAP=by_boxes(k_cache, kc[0], group),
-            PAIRED=not fp8,  # over fp8 registers are too short
+            FEW_HEADS=fp8 and fits(group, 0),
             num_warps=4,
         )
     elif lanes:

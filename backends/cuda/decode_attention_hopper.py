@@ -27,14 +27,13 @@ from hal.backends.cuda import _attention, _split, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
-from hal.backends.cuda._few_heads import fetch_few, fits, share_few, work_few
+from hal.backends.cuda._few_heads import fetch_few, share_few, work_few
+from hal.backends.cuda._parts import leave_halves
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row, _zero
 from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
-find = gluon.jit(_split.find.fn)
-find_one = gluon.jit(_split.find_one.fn)
-find_tile = gluon.jit(_tiles.find.fn)
+find_part = gluon.jit(_tiles.find_part.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
@@ -43,7 +42,6 @@ part_of = gluon.jit(_tiles.part_of.fn)
 positive = gluon.jit(_attention.positive.fn)
 row_at = gluon.jit(_tiles.row_at.fn)
 token_of = gluon.jit(_tiles.token_of.fn)
-unsplit = gluon.jit(_split.unsplit.fn)
 without = gluon.jit(_attention.without.fn)
 
 DIMS = (576, 512)
@@ -52,18 +50,10 @@ ROWS_MAP = launch.Map(
     "map", of="k_cache", rows="num_slots", stride="kc_page", unit="UNIT", columns=DIMS[0], box=(64, 64), when="MAP"
 )
 """Of a cache's rows, all of one key head."""
-PARTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-)
-"""Of sums whose pairs of columns have changed places: what a thread has of them by `wgmma`, four side by side."""
 REGISTERS = gl.constexpr(208)
 """Of a thread that multiplies; what is left of 504 has each that fetches. Found by looking for spills."""
+MAP_REGISTERS = gl.constexpr(216)
+"""The same where rows come by boxes, so that who fetches has few."""
 FP8_REGISTERS = gl.constexpr(200)
 """The same over fp8: rows under way to being widened are in registers."""
 
@@ -137,23 +127,10 @@ def _leave(way, acc, out, heads, out_row, out_head, UNIT: gl.constexpr, GROUP: g
 
 
 @gluon.jit
-def _leave_part(acc, part, heads, PAIRED: gl.constexpr):
-    """Sums, for the merge: by 8 bytes a thread, or 16, for which pairs of columns change places (`_merge.column`)."""
-    LAYOUT: gl.constexpr = PARTS if PAIRED else acc.type.layout
-    if PAIRED:
-        acc = acc.reshape([ROWS, HALF // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, HALF])
-        acc = gl.convert_layout(acc, PARTS)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(part + (r[:, None] * (2 * HALF) + d), acc, (r < heads)[:, None])
-
-
-@gluon.jit
 def _work(
     PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
     totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head,
     LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -215,6 +192,7 @@ def _work(
     totals.index(PART).store(total)
     gl.thread_barrier()
     mbarrier.arrive(done)
+    most = gl.max(gl.abs(acc), 1)  # of a part; looked for while the other group is waited for
     mbarrier.wait(done, 0)
     total += totals.index(1 - PART).load(ROW)
     some = total != 0.0
@@ -230,11 +208,13 @@ def _work(
                 gl.store(lse + r, logs * LN2, r < heads)
         else:
             gl.store(part_lse + r, logs, r < heads)
-    acc = _shrunk(acc, v_factor / whole)
+    share = gl.convert_layout(v_factor / whole, gl.SliceLayout(1, SUMS))
     if alone:
+        acc = acc * share[:, None]
         _leave(q_tiles[PART].index(0), acc, out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
-        _leave_part(acc, part + PART * HALF, heads, PAIRED)
+        line = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        leave_halves(acc, most, share, part, line, line < heads, 2 * HALF, PART, True)
 
 
 @gluon.jit
@@ -267,10 +247,9 @@ def decode_attention_hopper_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
     PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
-    MAP: gl.constexpr, PAIRED: gl.constexpr,
+    MAP: gl.constexpr, FEW_HEADS: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
-    FEW_HEADS: gl.constexpr = FP8 and fits(GROUP, TOKENS)
     if FEW_HEADS:
         room = share_few(GROUP, TOKENS)
     else:
@@ -312,24 +291,11 @@ def decode_attention_hopper_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    chunk, request, before, falls = find_part(
+        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS
+    )
     if TOKENS:
-        if bs <= FEW:
-            chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
-            )
-        else:
-            chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
-            )
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
-    elif programs == 1:
-        chunk, request, before = unsplit(c, nnz)
-    elif bs == 1:
-        chunk, request, before = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW)
-    elif bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW)
-    else:
-        chunk, request, before = find(kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW)
 
     if request < bs:
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
@@ -391,6 +357,7 @@ def decode_attention_hopper_kernel(
                 [FP8_REGISTERS, FP8_REGISTERS],
             )  # fmt: skip
         else:
+            OWN: gl.constexpr = FP8_REGISTERS if FP8 else MAP_REGISTERS if MAP else REGISTERS
             gl.warp_specialize(
                 [
                     (fetch_latent if FP8 else fetch_rows, (
@@ -401,14 +368,14 @@ def decode_attention_hopper_kernel(
                     (_work, (
                         0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS,
                     )),
                     (_work, (
                         1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, PAIRED,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS,
                     )),
                 ],
                 [4, 4],
-                [REGISTERS, REGISTERS] if not FP8 else [FP8_REGISTERS, FP8_REGISTERS],
+                [OWN, OWN],
             )  # fmt: skip

@@ -21,8 +21,6 @@ from hal.triton import launch
 
 exponent = gluon.jit(_attention.exponent.fn)
 factor = gluon.jit(_attention.factor.fn)
-find = gluon.jit(_split.find.fn)
-find_one = gluon.jit(_split.find_one.fn)
 magnitude = gluon.jit(_attention.magnitude.fn)
 place = gluon.jit(_attention.place.fn)
 power = gluon.jit(_attention.power.fn)
@@ -30,7 +28,7 @@ tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
-find_tile = gluon.jit(_tiles.find.fn)
+find_part = gluon.jit(_tiles.find_part.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
 note_tile = gluon.jit(_tiles.note.fn)
 part_of = gluon.jit(_tiles.part_of.fn)
@@ -200,24 +198,11 @@ def decode_attention_lanes_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    chunk, request, before, falls = find_part(
+        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, LONGER, WINDOW, TOKENS
+    )
     if TOKENS:
-        if bs <= FEW:
-            chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
-            )
-        else:
-            chunk, request, before, falls, _ = find_tile(
-                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
-            )
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
-    elif bs == 1:
-        chunk, request, before = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
-    elif bs <= FEW:
-        chunk, request, before = find(kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
-    else:
-        chunk, request, before = find(
-            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
-        )
 
     KIND: gl.constexpr = k_cache.dtype.element_ty
     K_WIDE: gl.constexpr = 4

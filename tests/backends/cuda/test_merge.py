@@ -30,19 +30,20 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dv", "piece", "apart", "paired"),
+    ("tokens", "dv", "piece", "apart", "halves", "paired"),
     [
-        (4, 16, 16, 1, False),
-        (3, 40, 64, 2, False),
-        (4, 40, 16, 30, False),
-        (1, 40, 16, 1, False),
-        (0, 40, 16, 2, False),
-        (0, 64, 32, 1, True),
-        (3, 64, 64, 2, True),
+        (4, 16, 16, 1, False, False),
+        (3, 40, 64, 2, False, False),
+        (4, 40, 16, 30, False, False),
+        (1, 40, 16, 1, False, False),
+        (0, 40, 16, 2, False, False),
+        (0, 64, 32, 1, True, True),
+        (3, 64, 64, 2, True, True),
+        (2, 64, 32, 1, True, False),
     ],
     ids=str,
 )
-def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> None:
+def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paired: bool) -> None:
     """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several. Of
     `tokens` 0 each is a request, whose parts are one behind the other."""
     rng = torch.Generator().manual_seed(tokens)
@@ -54,6 +55,7 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> No
     scratch = torch.full(((n + PROGRAMS) * lines + note * n,), torch.nan)
     sums = scratch[: (n + PROGRAMS) * lines].view(n + PROGRAMS, many, HEADS)
     notes = scratch[(n + PROGRAMS) * lines :].view(torch.int32).view(n, note)
+    units = torch.exp2(torch.randint(-20, 20, part.shape[:-1], generator=rng))
     out, lse = torch.full((n, HEADS, dv), torch.nan), torch.full((n, HEADS), torch.nan)
     want, want_lse = out.clone(), lse.clone()
     before = t = 0
@@ -61,7 +63,8 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> No
         for row in range(rows):
             notes[t + row] = torch.tensor([parts, before, between, row][:note])
         some = slice(before, before + parts * between, between)
-        part[some, :rows] = torch.randn(parts, rows, HEADS, dv, generator=rng)
+        x = torch.randn(parts, rows, HEADS, dv, generator=rng)
+        part[some, :rows] = x.half() * units[some, :rows, :, None] if halves else x
         sums[some, :rows] = 20 * torch.randn(parts, rows, HEADS, generator=rng)
         sums[some, :rows][1::3] = -torch.inf
         sums[some, rows - 1, 0] = -torch.inf
@@ -70,9 +73,14 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, paired: bool) -> No
                 want[t + row], want_lse[t + row] = expected(part[some, row], sums[some, row])
         before, t = before + parts * between, t + rows
     assert before <= n + PROGRAMS
-    if paired:  # as `wgmma` leaves a row: columns 0 1 and 8 9 of each 16 side by side, then 2 3 and 10 11
-        part = part.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
-    form = {"PIECE": piece, "ROWS": 4, "PAIRED": paired, "EARLY": paired}
+    if paired:  # as `wgmma` leaves a row: columns 0 1, 8 9, 16 17 and 24 25 of each 32 side by side, then 2 3
+        part = part.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
+    if halves:
+        lines = torch.full_like(part, torch.nan)
+        lines.view(torch.float16)[..., :dv] = part / units[..., None]
+        lines[..., dv // 2] = units
+        part = lines
+    form = {"PIECE": piece, "ROWS": 4, "HALVES": halves, "PAIRED": paired, "EARLY": paired}
     run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
     run.start(grid, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
