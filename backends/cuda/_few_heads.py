@@ -29,7 +29,7 @@ from hal.backends.cuda import _attention, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import as_fp16, queries
 from hal.backends.cuda._fetch_rows import HALF, KEYS
-from hal.backends.cuda._parts import leave_halves
+from hal.backends.cuda._parts import leave_part
 from hal.backends.cuda.decode_attention_lanes import PAIRS, SHIFT, WORD, _halves
 from hal.backends.cuda.extend_attention_hopper import ABSENT, _barriers, _zero
 
@@ -323,8 +323,8 @@ def _partly(w):
 
 @gluon.jit
 def _left(
-    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row,
-    out_head, LSE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head,
+    LSE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """What is left of a program's sums: outputs, or a part for the merge."""
     ROWS: gl.constexpr = acc.shape[1]
@@ -358,7 +358,7 @@ def _left(
         gl.store(out + at, acc.to(out.dtype.element_ty), (r < heads)[:, None])
     else:
         own = gl.convert_layout(share, ROW)
-        leave_halves(acc, gl.max(gl.abs(acc), 1), own, part, r, r < heads, 2 * HALF, PART, False)
+        leave_part(acc, gl.max(gl.abs(acc), 1), own, part, r, r < heads, 2 * HALF, PART, True, False)
 
 
 @gluon.jit
@@ -454,6 +454,6 @@ def work_few(
 
     totals.index(PART).store(gl.convert_layout(gl.sum(total, 0), COLUMN))
     _left(
-        PART, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head, LSE,
-        UNIT, GROUP, TOKENS,
+        PART, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head, LSE, UNIT,
+        GROUP, TOKENS,
     )  # fmt: skip

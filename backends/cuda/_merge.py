@@ -46,16 +46,19 @@ WIDE = (
     Form(256, 8, 1, 1024, 4096),
     Form(256, 4, 1, UNBOUNDED, 4096),
 )
-"""Of lines of 512 elements, MLA's."""
+"""Of lines of 512 elements, MLA's. No piece is of both halves of a line, which two groups of warps leave."""
 FEW = Form(32, 32, 1, 256, 1024)
 """Of shorter ones."""
 
 
 @triton.jit
-def column(d):
-    """Of which column element d of a part is, where pairs of 32 have changed places as `wgmma` leaves them: 0 1 8 9 16
-    17 24 25 2 3 10 11 ..."""
-    return (d & ~30) | ((d & 6) << 2) | ((d & 24) >> 2)
+def column(d, HALVES: tl.constexpr):
+    """Of which column element d of a part is, where pairs have changed places as `wgmma` leaves them: of 32 halves, 0 1
+    8 9 16 17 24 25 2 3 10 11 ..., of 16 others, 0 1 8 9 2 3 10 11 ..."""
+    if HALVES:
+        return (d & ~30) | ((d & 6) << 2) | ((d & 24) >> 2)
+    else:
+        return (d & ~14) | ((d & 2) << 2) | ((d & 12) >> 1)
 
 
 @launch.jit(do_not_specialize=("part_lse", "lse", "out_row", "out_head", "n", "programs"))
@@ -102,26 +105,27 @@ def merge_kernel(
                     acc, sums = merged(
                         part, part_lse, before, behind, parts, line_of, each, d, own >= 0, ROW, DV, HALVES, unit
                     )
-                    to = out + row * out_row + head * out_head + (column(d) if PAIRED else d)[None, None, :]
+                    to = out + row * out_row + head * out_head + (column(d, HALVES) if PAIRED else d)[None, None, :]
                     tl.store(to, acc.to(out.dtype.element_ty), d[None, None, :] < DV)
                     if LSE:
                         tl.store(lse + row * Q_HEADS + own[:, None], sums * LN2, line < Q_HEADS)
 
 
 def steps(
-    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[tuple[str, int, int], ...], most: int = UNBOUNDED
-) -> Iterator[Step]:
+    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[tuple[str, int, int], ...], least: int, most: int
+) -> Iterator[Step]:  # fmt: skip
     """What merges the parts that `run` leaves, in a form that follows from how many lines there are: of a request, or
-    query token, no more than `most` of these, and head each."""
+    query token, more than `least` and no more than `most` of these, and head each."""
     heads = run.static["Q_HEADS"]
     same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "PDL", "launch_pdl")}
-    halves = "FEW_HEADS" in run.static
-    same |= {"TOKENS": run.static.get("TOKENS", 0), "HALVES": halves}
-    same |= {"PAIRED": halves and not run.static["FEW_HEADS"]}
+    same |= {"TOKENS": run.static.get("TOKENS", 0), "HALVES": run.static.get("HALVES", False)}
+    same |= {"PAIRED": run.static.get("FEW_HEADS") is False}
     same |= {"DV": v_dim, "EARLY": v_dim == 512}
-    low = -1
+    low = least
     for form in _forms(v_dim):
-        high = max(min(form.lines // heads, most), low)
+        high = min(form.lines // heads, most)
+        if high <= low:
+            continue
         merge = merge_kernel.bind(**same, PIECE=form.piece, ROWS=form.rows, num_warps=form.warps)
         lines = heads * -(-v_dim // form.piece)
         grid = length("q").at_most(max(FEW_MERGED, form.programs // lines)).times(lines)

@@ -79,13 +79,16 @@ def taken(
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
     lines = (n.at_most(most) + programs).times(heads * tokens)
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `_tiles.note`
-    some, many = ("q", 0, most), ("q", most, MOST)
     steps = []
-    for parts, where in ((programs, some), (1, many)):
+    forms = tuple(decode_attention.by_many(run, programs, most))
+    for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
             length("k_cache", by=page_size(k_cache)), nnz, bs, parts, 0, "scale", "logit_cap", "qo_indptr", n,
         )  # fmt: skip
-        steps.append(Step(run, n.times(blocks) + (parts * blocks if parts > 1 else 0), args, (where,)))
-    steps += _merge.steps(run, v_dim, (part, sums, to, "lse", *row, n, programs), (some,), most)
+        grid = n.times(blocks) + (parts * blocks if parts > 1 else 0)
+        steps.append(Step(each, grid, args, (("q", max(least, 0), longest),)))
+        if longest <= most:
+            merge = (part, sums, to, "lse", *row, n, programs)
+            steps += _merge.steps(each, v_dim, merge, (), max(least, 0), longest)
     return Taken(tuple(steps), lines.times(v_dim + 1) + n.times(4), few)

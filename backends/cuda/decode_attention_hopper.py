@@ -28,7 +28,7 @@ from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
 from hal.backends.cuda._few_heads import fetch_few, share_few, work_few
-from hal.backends.cuda._parts import leave_halves
+from hal.backends.cuda._parts import leave_part
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row, _zero
 from hal.triton import launch
 
@@ -131,6 +131,7 @@ def _work(
     PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
     totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head,
     LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -192,7 +193,9 @@ def _work(
     totals.index(PART).store(total)
     gl.thread_barrier()
     mbarrier.arrive(done)
-    most = gl.max(gl.abs(acc), 1)  # of a part; looked for while the other group is waited for
+    most = acc
+    if HALVES:
+        most = gl.max(gl.abs(acc), 1)  # looked for while the other group is waited for
     mbarrier.wait(done, 0)
     total += totals.index(1 - PART).load(ROW)
     some = total != 0.0
@@ -210,11 +213,11 @@ def _work(
             gl.store(part_lse + r, logs, r < heads)
     share = gl.convert_layout(v_factor / whole, gl.SliceLayout(1, SUMS))
     if alone:
-        acc = acc * share[:, None]
-        _leave(q_tiles[PART].index(0), acc, out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
+        way = q_tiles[PART].index(0)
+        _leave(way, acc * share[:, None], out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
         line = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-        leave_halves(acc, most, share, part, line, line < heads, 2 * HALF, PART, True)
+        leave_part(acc, most, share, part, line, line < heads, 2 * HALF, PART, HALVES, True)
 
 
 @gluon.jit
@@ -247,7 +250,7 @@ def decode_attention_hopper_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
     PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
-    MAP: gl.constexpr, FEW_HEADS: gl.constexpr,
+    MAP: gl.constexpr, FEW_HEADS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     if FEW_HEADS:
@@ -368,12 +371,12 @@ def decode_attention_hopper_kernel(
                     (_work, (
                         0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES,
                     )),
                     (_work, (
                         1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES,
                     )),
                 ],
                 [4, 4],

@@ -367,7 +367,9 @@ def _own(
         Step(run, programs, args, (("q", 0, few), ("qo_indptr", parts, MOST))),
         Step(run, programs, args, (("q", 0, few), ("qo_indptr", 1, parts), little)),
         Step(split, Size(at_once), (*args[:-3], part, part_lse, parts), (("q", 0, few), ("qo_indptr", 1, parts), much)),
-        *_merge.steps(split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), few),
+        *_merge.steps(
+            split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), -1, few
+        ),
     ]
     return Plan(tuple(steps), (n.at_most(few) + parts).times(rows) + n.times(4) + lines * v_dim, returns)
 

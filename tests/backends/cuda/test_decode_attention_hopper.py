@@ -18,6 +18,8 @@ from hal.ops import get_spec
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from hal.triton.plans import MOST
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 USUAL = {
@@ -113,6 +115,24 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
 
     cache = made()["k_cache"]
     assert [by_boxes(cache, row, 128) for row in (576, 584, 2**38 - 8, 568, 0, 2**38)] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
+@pytest.mark.parametrize(("heads", "apart"), [(128, True), (72, True), (64, False), (16, False)])
+def test_parts_of_many_requests_are_left_in_fp32(heads: int, apart: bool) -> None:
+    """Under more than 64 heads, where there are as many requests that few of them have parts."""
+    from hal.backends.cuda import inspect
+    from hal.backends.cuda.decode_attention import _plans
+
+    args = made(q_heads=heads)
+    with inspect.record():
+        plan = _plans.make(*(args[name] for name in _plans.names))
+    halves: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for step in plan.steps[1:]:
+        halves[step.run.static["HALVES"]].append(step.where[1][1:])
+        assert step.run.static.get("PAIRED", True)
+    within = {kind: (min(low for low, _ in all), max(high for _, high in all)) for kind, all in halves.items() if all}
+    assert within == ({True: (-1, 4), False: (4, MOST)} if apart else {True: (-1, MOST)})
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")

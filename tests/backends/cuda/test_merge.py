@@ -38,8 +38,9 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
         (1, 40, 16, 1, False, False),
         (0, 40, 16, 2, False, False),
         (0, 64, 32, 1, True, True),
-        (3, 64, 64, 2, True, True),
+        (3, 64, 32, 2, True, True),
         (2, 64, 32, 1, True, False),
+        (0, 64, 32, 2, False, True),
     ],
     ids=str,
 )
@@ -55,7 +56,7 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paire
     scratch = torch.full(((n + PROGRAMS) * lines + note * n,), torch.nan)
     sums = scratch[: (n + PROGRAMS) * lines].view(n + PROGRAMS, many, HEADS)
     notes = scratch[(n + PROGRAMS) * lines :].view(torch.int32).view(n, note)
-    units = torch.exp2(torch.randint(-20, 20, part.shape[:-1], generator=rng))
+    units = torch.exp2(torch.randint(-20, 20, (*part.shape[:-1], 2), generator=rng))  # of two groups' columns
     out, lse = torch.full((n, HEADS, dv), torch.nan), torch.full((n, HEADS), torch.nan)
     want, want_lse = out.clone(), lse.clone()
     before = t = 0
@@ -64,7 +65,7 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paire
             notes[t + row] = torch.tensor([parts, before, between, row][:note])
         some = slice(before, before + parts * between, between)
         x = torch.randn(parts, rows, HEADS, dv, generator=rng)
-        part[some, :rows] = x.half() * units[some, :rows, :, None] if halves else x
+        part[some, :rows] = x.half() * units[some, :rows].repeat_interleave(dv // 2, -1) if halves else x
         sums[some, :rows] = 20 * torch.randn(parts, rows, HEADS, generator=rng)
         sums[some, :rows][1::3] = -torch.inf
         sums[some, rows - 1, 0] = -torch.inf
@@ -73,14 +74,14 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paire
                 want[t + row], want_lse[t + row] = expected(part[some, row], sums[some, row])
         before, t = before + parts * between, t + rows
     assert before <= n + PROGRAMS
-    if paired:  # as `wgmma` leaves a row: columns 0 1, 8 9, 16 17 and 24 25 of each 32 side by side, then 2 3
-        part = part.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
+    if paired:  # as `wgmma` leaves a row: columns 0 1, 8 9 (of halves 16 17 and 24 25 too) side by side, then 2 3
+        part = part.unflatten(-1, (-1, 4 if halves else 2, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
     if halves:
         lines = torch.full_like(part, torch.nan)
-        lines.view(torch.float16)[..., :dv] = part / units[..., None]
-        lines[..., dv // 2] = units
+        lines.view(torch.float16)[..., :dv] = part / units.repeat_interleave(dv // 2, -1)
+        lines[..., dv // 2 : dv // 2 + 2] = units
         part = lines
-    form = {"PIECE": piece, "ROWS": 4, "HALVES": halves, "PAIRED": paired, "EARLY": paired}
+    form = {"PIECE": piece, "ROWS": 4, "HALVES": halves, "PAIRED": paired, "EARLY": halves}
     run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
     run.start(grid, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
