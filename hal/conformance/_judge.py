@@ -6,12 +6,13 @@ whose truth, are the plugin's code: they are judged where it is loaded, which is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +22,14 @@ from hal.conformance._worker import Job, Worker, environment
 
 DEATHS = 12
 """Processes that a backend may kill before the rest is given up."""
+GIVEN_UP = "given up"
+"""How the reason begins of what is."""
 
 Tell = Callable[[Result], None]
 
 
 def judge(
-    worker: Worker, cases: Sequence[Case], specs: Mapping[str, Any], tell: Tell, stop: threading.Event | None = None
+    worker: Worker, cases: Iterable[Case], specs: Mapping[str, Any], tell: Tell, stop: threading.Event | None = None
 ) -> None:
     """Proves cases in turn; a process that dies or hangs fails the case it was in, and the rest go on in another."""
     from hal.conformance.proofs.run import run_case
@@ -36,7 +39,7 @@ def judge(
         if stop is not None and stop.is_set():
             return
         if worker.deaths >= DEATHS:
-            tell(Result(case.id, NOT_RUN, f"given up after {worker.deaths} dead processes"))
+            tell(Result(case.id, NOT_RUN, f"{GIVEN_UP} after {worker.deaths} dead processes"))
             continue
         worker.begin()
         spec = specs[case.op]
@@ -47,21 +50,15 @@ class Apart:
     """A judge in another process.
 
     Args:
-        cases: those to prove.
-        plugin: the ops are a plugin's own: it is loaded there, and says what the cases are; `cases` are not asked.
+        plugin: the ops are a plugin's own: it is loaded there, and says what the cases are. Else it is told them, one
+            after the other (`prove`).
     """
 
-    def __init__(self, job: Job, cases: Sequence[Case] = (), plugin: bool = False, only_list: bool = False) -> None:
+    def __init__(self, job: Job, plugin: bool = False, only_list: bool = False) -> None:
         here, there = os.pipe()
         # A judge whose contracts are ours loads no plugin at all; its worker gets `job.plugins`.
         env = environment(job.lane, job.imports, job.plugins if plugin else ("cpu",))
-        order = {
-            "job": job.to_json(),
-            "cases": [c.id for c in cases],
-            "plugin": plugin,
-            "only_list": only_list,
-            "out": there,
-        }
+        order = {"job": job.to_json(), "plugin": plugin, "only_list": only_list, "out": there}
         self._child = subprocess.Popen(
             [sys.executable, "-c", "from hal.conformance._judge import main; main()"],
             env=env,
@@ -73,8 +70,15 @@ class Apart:
         os.close(there)
         self._lines = open(here, encoding="utf-8")  # noqa: SIM115
         assert self._child.stdin is not None
-        with self._child.stdin as f:
-            f.write(json.dumps(order).encode())
+        self._say(json.dumps(order))
+        if plugin:
+            self._child.stdin.close()
+
+    def _say(self, line: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # of a process that is gone, the other pipe says so
+            self._child.stdin.write(f"{line}\n".encode())
+            self._child.stdin.flush()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """What it says, line by line."""
@@ -85,6 +89,9 @@ class Apart:
         if self._child.poll() is None:
             self._child.kill()
         self._lines.close()
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         return self._child.wait()
 
     def results(self, expected: Sequence[Case], tell: Tell) -> None:
@@ -102,16 +109,38 @@ class Apart:
             code = self.end()
         for case in expected:
             if case.id in left:
-                tell(Result(case.id, NOT_RUN, f"the judge's process ended before it (exit code {code})"))
+                tell(_ended_before(case, code))
+
+    def prove(self, take: Callable[[], Case | None], tell: Tell) -> None:
+        """Has it prove what `take` hands out, a case as soon as it is done with the one before, until there is none.
+        What it does not get to the end of has not run; what it is not told of is for others."""
+        case = take()
+        lines = iter(self)
+        while case is not None:
+            self._say(case.id)
+            line = next((x for x in lines if "end" in x), None)
+            if line is None:
+                tell(_ended_before(case, self.end()))
+                return
+            result = Result(**line["end"])
+            if result.id != case.id or result.outcome not in OUTCOMES:
+                result = Result(case.id, NOT_RUN, f"the judge spoke of {result.id!r}, {result.outcome!r}")
+            tell(result)
+            case = take()
+        self.end()
+
+
+def _ended_before(case: Case, code: int) -> Result:
+    return Result(case.id, NOT_RUN, f"the judge's process ended before it (exit code {code})")
 
 
 def main() -> None:
-    """The process of `Apart`: an order on stdin, lines of JSON on a pipe."""
+    """The process of `Apart`: an order on stdin, then cases, if it is not a plugin's; lines of JSON on a pipe."""
     from hal._remote.serve import end_with_parent
     from hal.ops import get_spec
 
     end_with_parent()
-    order = json.load(sys.stdin)
+    order = json.loads(sys.stdin.readline())
     job = Job.of_json(order["job"])
     with open(order["out"], "w", encoding="utf-8", buffering=1) as out:
 
@@ -127,12 +156,11 @@ def main() -> None:
         cases = case_list(specs)
         if order["plugin"]:
             say(cases=[asdict(c) for c in cases])
-        else:
-            wanted = set(order["cases"])
-            cases = [c for c in cases if c.id in wanted]
         if order["only_list"]:
             return
         with Worker(job) as worker:
             if worker.failed:
                 return
-            judge(worker, cases, specs, lambda result: say(end=result.to_json()))
+            known = {c.id: c for c in cases}
+            told = cases if order["plugin"] else (known[line.strip()] for line in sys.stdin)
+            judge(worker, told, specs, lambda result: say(end=result.to_json()))

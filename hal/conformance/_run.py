@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from hal.conformance import _report, _waivers, _writers
 from hal.conformance._bar import Progress, teller
 from hal.conformance._cases import ALONE, case_list
 from hal.conformance._find import Fatal, find, job_for
-from hal.conformance._judge import Apart, judge
+from hal.conformance._judge import GIVEN_UP, Apart, judge
 from hal.conformance._result import NOT_RUN, PASSED, SIMULATED, Case, Result
 from hal.conformance._sources import code_of, suite_hash
 from hal.conformance._verify import beyond_samples, core_ops, simulates
@@ -76,9 +77,7 @@ def run(worker: Worker, cases: Sequence[Case], progress: Progress = lambda r, i,
     ours = [c for c in cases if c.op in BUILTIN]
     theirs = [c for c in cases if c.op not in BUILTIN]
     if jobs > 1:
-        # Drawn shapes are the longest cases: they begin first.
-        together = sorted((c for c in ours if c.proof not in ALONE), key=lambda c: c.proof != "ragged")
-        _at_once(worker, [s for s in (together[i::jobs] for i in range(jobs)) if s], tell)
+        _at_once(worker, [c for c in ours if c.proof not in ALONE], jobs, tell)
         ours = [c for c in ours if c.proof in ALONE]
     judge(worker, ours, {op: get_spec(op) for op in dict.fromkeys(c.op for c in ours)}, tell)
     if theirs:
@@ -87,13 +86,30 @@ def run(worker: Worker, cases: Sequence[Case], progress: Progress = lambda r, i,
     return outcome
 
 
-def _at_once(worker: Worker, shares: Sequence[Sequence[Case]], tell: Callable[[Result], None]) -> None:
-    ops = [tuple(dict.fromkeys(c.op for c in share)) for share in shares]
-    judges = [Apart(replace(worker.job, ops=o), share) for o, share in zip(ops, shares, strict=True)]
+LONG = ("ragged", "soak", "extremes", "fresh", "later", "sequence")
+"""Proofs whose cases take longest, in that order: they begin first, so that none is alone at the end."""
+
+
+def _at_once(worker: Worker, cases: Sequence[Case], jobs: int, tell: Callable[[Result], None]) -> None:
+    """Each of `jobs` judges takes the next case as soon as it is done with one."""
+    left = deque(sorted(cases, key=lambda c: LONG.index(c.proof) if c.proof in LONG else len(LONG)))
+    lock = threading.Lock()
+
+    def take(judge: Apart) -> Case | None:
+        with lock:
+            return left.popleft() if left and judge not in gave_up else None
+
+    def told(judge: Apart, result: Result) -> None:
+        if result.outcome == NOT_RUN and result.reason.startswith(GIVEN_UP):
+            gave_up.add(judge)
+        tell(result)
+
+    gave_up: set[Apart] = set()
+    job = replace(worker.job, ops=tuple(dict.fromkeys(c.op for c in cases)))
+    judges = [Apart(job) for _ in range(min(jobs, len(cases)))]
     try:
         crew = [
-            threading.Thread(target=j.results, args=(share, tell), daemon=True)
-            for j, share in zip(judges, shares, strict=True)
+            threading.Thread(target=j.prove, args=(partial(take, j), partial(told, j)), daemon=True) for j in judges
         ]
         for t in crew:
             t.start()
@@ -102,6 +118,8 @@ def _at_once(worker: Worker, shares: Sequence[Sequence[Case]], tell: Callable[[R
     finally:
         for j in judges:
             j.end()
+    for case in left:
+        tell(Result(case.id, NOT_RUN, "no judge was left for it"))
 
 
 # --- a whole run ------------------------------------------------------------------------------------

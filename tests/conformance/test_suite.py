@@ -18,7 +18,9 @@ from conformance.child import ROOT, run
 from hal._remote.target import Bound, DirectTarget, always
 from hal.conformance import main
 from hal.conformance._cases import DEVICE_PROOFS, PROOFS, case_list, cases_of
-from hal.conformance._result import FAILED, NOT_APPLICABLE, PASSED, REFUSED, Case
+from hal.conformance._find import job_for
+from hal.conformance._judge import Apart
+from hal.conformance._result import FAILED, NOT_APPLICABLE, PASSED, REFUSED, Case, Result
 from hal.conformance._run import run_backend
 from hal.conformance._sources import suite_files, suite_hash
 from hal.conformance.proofs.run import run_case
@@ -183,6 +185,30 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
     assert set(outcome.results) == set(wanted), outcome.fatal
     assert {r.outcome for r in outcome.results.values()} == {FAILED}
     assert says in outcome.results["get_last_loc/value/one"].reason
+
+
+def test_a_dying_backend_fails_by_name_where_several_cases_run_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
+    body = "if len(prefix_lens) == 1: import os; os.abort()\n    return prefix_lens.clone()"
+    (tmp_path / "mine.py").write_text(EMPTY.format(body=body))
+    monkeypatch.chdir(tmp_path)
+    wanted = ("get_last_loc/value/one", "get_last_loc/value/i64-i64", "get_last_loc/value/past-one-block")
+    cases = [c for c in cases_of(get_spec("get_last_loc")) if c.id in wanted]
+    outcome = run_backend("mine", "device", ["get_last_loc"], cases, imports=["mine"], jobs=2)
+    assert set(outcome.results) == set(wanted), outcome.fatal
+    assert {r.outcome for r in outcome.results.values()} == {FAILED}
+    assert "died" in outcome.results["get_last_loc/value/one"].reason
+
+
+def test_a_judge_that_ends_leaves_the_rest_to_others() -> None:
+    cases = [c for c in cases_of(get_spec("get_last_loc")) if c.proof == "value"]
+    left, told = list(cases), list[Result]()
+    ended, other = (Apart(job_for("reference", "device", None, [], ["get_last_loc"], None)) for _ in range(2))
+    ended._child.kill()
+    for judge in (ended, other):
+        judge.prove(lambda: left.pop(0) if left else None, told.append)
+    assert [r.id for r in told] == [c.id for c in cases]
+    assert "the judge's process ended before it (exit code -9)" in told[0].reason
+    assert {r.outcome for r in told[1:]} == {PASSED}
 
 
 def test_several_jobs_say_what_one_says() -> None:
