@@ -118,8 +118,8 @@ def steps(
     query token, more than `least` and no more than `most` of these, and head each."""
     heads = run.static["Q_HEADS"]
     same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "PDL", "launch_pdl")}
-    same |= {"TOKENS": run.static.get("TOKENS", 0), "HALVES": run.static.get("HALVES", False)}
-    same |= {"PAIRED": run.static.get("FEW_HEADS") is False}
+    same |= {"TOKENS": run.static.get("TOKENS", 0)}
+    same |= {name: run.static.get(name, False) for name in ("HALVES", "PAIRED")}
     same |= {"DV": v_dim, "EARLY": v_dim == 512}
     low = least
     for form in _forms(v_dim):

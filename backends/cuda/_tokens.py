@@ -74,13 +74,14 @@ def taken(
         few, most = 0, MOST_SPLIT
         from hal.backends.cuda._few_heads import fits
 
-        more["FEW_HEADS"] = k_cache.dtype in FP8 and fits(group, tokens)
+        few_heads = k_cache.dtype in FP8 and fits(group, tokens)
+        more |= {"FEW_HEADS": few_heads, "PAIRED": not few_heads}
     run = run.kernel.bind(**{**run.static, **more, "TOKENS": tokens})
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
     lines = (n.at_most(most) + programs).times(heads * tokens)
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `_tiles.note`
     steps = []
-    forms = tuple(decode_attention.by_many(run, programs, most))
+    forms = tuple(decode_attention.by_many(run, programs, k_cache.dtype in FP8, most))
     for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,

@@ -253,6 +253,7 @@ def _plan(
         from hal.backends.cuda._few_heads import fits
         from hal.backends.cuda.decode_attention_hopper import decode_attention_hopper_kernel
 
+        few_heads = fp8 and fits(group, 0)
         run = decode_attention_hopper_kernel.bind(
             **{**same, "FEW": HOPPER_FEW},
             K_KIND=scale_kind(k_scale),
@@ -260,8 +261,9 @@ def _plan(
             TOKENS=0,
             CAUSAL=False,
             MAP=by_boxes(k_cache, kc[0], group),
-            FEW_HEADS=fp8 and fits(group, 0),
+            FEW_HEADS=few_heads,
             HALVES=True,
+            PAIRED=not few_heads,
             num_warps=4,
         )
     elif lanes:
@@ -282,14 +284,17 @@ def _plan(
     return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
-def by_many(run: launch.Launch, programs: int, most: int = MOST) -> Iterator[tuple[launch.Launch, int, int]]:
-    """What starts, of more than how many requests, or query tokens, and of up to how many: of MLA's rows by boxes what
-    leaves parts in fp32, where there are so many that few requests have parts. The loop that the assembler makes beside
-    that is 1 to 2 % faster than beside halves."""
+def by_many(
+    run: launch.Launch, programs: int, fp8: bool, most: int = MOST
+) -> Iterator[tuple[launch.Launch, int, int]]:
+    """What starts, of more than how many requests, or query tokens, and of up to how many: of MLA's rows under more
+    query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
+    The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
+    short for pairs to change places."""
     half = min(programs // 2, most)
-    if run.static.get("HALVES") and run.static["MAP"]:
+    if run.static.get("HALVES") and run.static["GROUP"] > 64:
         yield run, -1, half
-        yield run.kernel.bind(**{**run.static, "HALVES": False}), half, most
+        yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), half, most
     else:
         yield run, -1, most
 
@@ -365,7 +370,7 @@ def _plans(
         if parts == 1:
             steps.append(Step(run, grid, args, some))
             continue
-        for each, few, many in by_many(run, programs):
+        for each, few, many in by_many(run, programs, k_cache.dtype in FP8):
             steps.append(Step(each, grid, args, (*some, ("q", few, many))))
             if not run.static.get("TOGETHER"):
                 merge = (part, sums, to, "lse", *row, length("q"), programs)

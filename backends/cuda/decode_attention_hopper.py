@@ -131,7 +131,7 @@ def _work(
     PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
     totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head,
     LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HALVES: gl.constexpr,
+    HALVES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Softmax of tiles PART, PART + 2, ..., and half PART of the sums of all."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, KEYS, 16])
@@ -217,7 +217,7 @@ def _work(
         _leave(way, acc * share[:, None], out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
         line = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-        leave_part(acc, most, share, part, line, line < heads, 2 * HALF, PART, HALVES, True)
+        leave_part(acc, most, share, part, line, line < heads, 2 * HALF, PART, HALVES, PAIRED)
 
 
 @gluon.jit
@@ -250,7 +250,7 @@ def decode_attention_hopper_kernel(
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
     PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
-    MAP: gl.constexpr, FEW_HEADS: gl.constexpr, HALVES: gl.constexpr,
+    MAP: gl.constexpr, FEW_HEADS: gl.constexpr, HALVES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     if FEW_HEADS:
@@ -371,12 +371,12 @@ def decode_attention_hopper_kernel(
                     (_work, (
                         0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
                     )),
                     (_work, (
                         1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
                         totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES,
+                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
                     )),
                 ],
                 [4, 4],

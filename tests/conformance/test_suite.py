@@ -164,16 +164,17 @@ def test_no_configuration_saves_a_wrong_backend_and_a_failing_example_runs_by_it
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "says", "jobs"),
     [
-        ("import os; os._exit(0)", "the process died (exit code 0)"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "the process died (SIGKILL)"),
-        ("import sys; sys.exit(0)", "the process died"),
-        ("import time; time.sleep(99)", "hung: no call ended for 9 s"),
+        ("import os; os._exit(0)", "the process died (exit code 0)", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "the process died (SIGKILL)", 1),
+        ("import sys; sys.exit(0)", "the process died", 1),
+        ("import time; time.sleep(99)", "hung: no call ended for 9 s", 1),
+        ("import os; os.abort()", "the process died (SIGABRT)", 2),
     ],
 )
 def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
-    tmp_path: Path, body: str, says: str, monkeypatch: Any
+    tmp_path: Path, body: str, says: str, jobs: int, monkeypatch: Any
 ) -> None:
     (tmp_path / "mine.py").write_text(
         EMPTY.format(body=f"if len(prefix_lens) == 1: {body}\n    return prefix_lens.clone()")
@@ -181,22 +182,10 @@ def test_a_dying_or_hanging_backend_fails_by_name_and_the_rest_goes_on(
     monkeypatch.chdir(tmp_path)
     wanted = ("get_last_loc/value/one", "get_last_loc/value/i64-i64", "get_last_loc/value/past-one-block")
     cases = [c for c in cases_of(get_spec("get_last_loc")) if c.id in wanted]
-    outcome = run_backend("mine", "device", ["get_last_loc"], cases, imports=["mine"], silence=9.0)
+    outcome = run_backend("mine", "device", ["get_last_loc"], cases, imports=["mine"], silence=9.0, jobs=jobs)
     assert set(outcome.results) == set(wanted), outcome.fatal
     assert {r.outcome for r in outcome.results.values()} == {FAILED}
     assert says in outcome.results["get_last_loc/value/one"].reason
-
-
-def test_a_dying_backend_fails_by_name_where_several_cases_run_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
-    body = "if len(prefix_lens) == 1: import os; os.abort()\n    return prefix_lens.clone()"
-    (tmp_path / "mine.py").write_text(EMPTY.format(body=body))
-    monkeypatch.chdir(tmp_path)
-    wanted = ("get_last_loc/value/one", "get_last_loc/value/i64-i64", "get_last_loc/value/past-one-block")
-    cases = [c for c in cases_of(get_spec("get_last_loc")) if c.id in wanted]
-    outcome = run_backend("mine", "device", ["get_last_loc"], cases, imports=["mine"], jobs=2)
-    assert set(outcome.results) == set(wanted), outcome.fatal
-    assert {r.outcome for r in outcome.results.values()} == {FAILED}
-    assert "died" in outcome.results["get_last_loc/value/one"].reason
 
 
 def test_a_judge_that_ends_leaves_the_rest_to_others() -> None:

@@ -118,19 +118,21 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
 
 
 @pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
+@pytest.mark.parametrize("cache", [None, "e4m3"])
 @pytest.mark.parametrize(("heads", "apart"), [(128, True), (72, True), (64, False), (16, False)])
-def test_parts_of_many_requests_are_left_in_fp32(heads: int, apart: bool) -> None:
+def test_parts_of_many_requests_are_left_in_fp32(heads: int, apart: bool, cache: str | None) -> None:
     """Under more than 64 heads, where there are as many requests that few of them have parts."""
     from hal.backends.cuda import inspect
     from hal.backends.cuda.decode_attention import _plans
 
-    args = made(q_heads=heads)
+    args = made(q_heads=heads, cache_dtype=cache)
     with inspect.record():
         plan = _plans.make(*(args[name] for name in _plans.names))
     halves: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for step in plan.steps[1:]:
         halves[step.run.static["HALVES"]].append(step.where[1][1:])
-        assert step.run.static.get("PAIRED", True)
+        paired = cache is None or (heads > 32 and step.run.static["HALVES"])
+        assert step.run.static["PAIRED"] == paired
     within = {kind: (min(low for low, _ in all), max(high for _, high in all)) for kind, all in halves.items() if all}
     assert within == ({True: (-1, 4), False: (4, MOST)} if apart else {True: (-1, MOST)})
 
