@@ -284,9 +284,7 @@ def _plan(
     return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
-def by_many(
-    run: launch.Launch, programs: int, fp8: bool, most: int = MOST
-) -> Iterator[tuple[launch.Launch, int, int]]:
+def by_many(run: launch.Launch, programs: int, fp8: bool, most: int = MOST) -> Iterator[tuple[launch.Launch, int, int]]:
     """What starts, of more than how many requests, or query tokens, and of up to how many: of MLA's rows under more
     query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
     The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
