@@ -343,22 +343,19 @@ def _left(
                 gl.store(lse + r, logs * LN2, r < heads)
         else:
             gl.store(part_lse + r, logs, r < heads)
-    share = v_factor / whole
-    if alone:
-        acc = acc * share[None, :]
     # [2: words, 2: pairs of a word, chunk, 2: of a pair, eighths, heads]
     acc = acc.reshape([2, 2, 4, 2, 8, ROWS]).permute((5, 2, 4, 0, 1, 3)).reshape([ROWS, HALF])
     TO: gl.constexpr = _sums_layout(ROWS)
     ROW: gl.constexpr = gl.SliceLayout(1, TO)
     acc = gl.convert_layout(acc, TO)
+    share = gl.convert_layout(v_factor / whole, ROW)
     r = gl.arange(0, ROWS, ROW)
     if alone:
         d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, TO))[None, :]
         at = row_at(r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d
-        gl.store(out + at, acc.to(out.dtype.element_ty), (r < heads)[:, None])
+        gl.store(out + at, (acc * share[:, None]).to(out.dtype.element_ty), (r < heads)[:, None])
     else:
-        own = gl.convert_layout(share, ROW)
-        leave_part(acc, gl.max(gl.abs(acc), 1), own, part, r, r < heads, 2 * HALF, PART, True, False)
+        leave_part(acc, gl.max(gl.abs(acc), 1), share, part, r, r < heads, 2 * HALF, PART, True, False)
 
 
 @gluon.jit

@@ -39,7 +39,8 @@ def leave_part(
     TO: gl.constexpr = _paired(D, MANY) if PAIRED else acc.type.layout
     at = line
     if HALVES:
-        e = exponent(gl.where(most < float("inf"), most, 1.0))
+        # Beside a sum that is not finite the others are as they are.
+        e = exponent(gl.where(most < float("inf"), most, 2.0**14))
         gl.store(part + (line * DV + (DV // 2 + PART)), by * power(254 - e), there)
         x = (acc * power(e)[:, None]).to(gl.float16)
         part = part.to(gl.pointer_type(gl.float16), bitcast=True)

@@ -91,7 +91,7 @@ def _owner(qo_indptr, each, token, n, bs):
 
 
 @triton.jit
-def find_part(
+def find_own(
     qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
     LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip

@@ -81,15 +81,15 @@ def taken(
     lines = (n.at_most(most) + programs).times(heads * tokens)
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `_tiles.note`
     steps = []
-    forms = tuple(decode_attention.by_many(run, programs, k_cache.dtype in FP8, most))
+    forms = tuple(decode_attention.by_many(run, programs, k_cache.dtype in FP8, 0, most))
     for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
             length("k_cache", by=page_size(k_cache)), nnz, bs, parts, 0, "scale", "logit_cap", "qo_indptr", n,
         )  # fmt: skip
         grid = n.times(blocks) + (parts * blocks if parts > 1 else 0)
-        steps.append(Step(each, grid, args, (("q", max(least, 0), longest),)))
-        if longest <= most:
+        steps.append(Step(each, grid, args, (("q", least, longest),)))
+        if parts > 1:  # with one program a kernel notes no parts
             merge = (part, sums, to, "lse", *row, n, programs)
-            steps += _merge.steps(each, v_dim, merge, (), max(least, 0), longest)
+            steps += _merge.steps(each, v_dim, merge, (), least, longest)
     return Taken(tuple(steps), lines.times(v_dim + 1) + n.times(4), few)

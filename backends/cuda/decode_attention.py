@@ -284,17 +284,19 @@ def _plan(
     return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
-def by_many(run: launch.Launch, programs: int, fp8: bool, most: int = MOST) -> Iterator[tuple[launch.Launch, int, int]]:
+def by_many(
+    run: launch.Launch, programs: int, fp8: bool, least: int = -1, most: int = MOST
+) -> Iterator[tuple[launch.Launch, int, int]]:
     """What starts, of more than how many requests, or query tokens, and of up to how many: of MLA's rows under more
     query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
     The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
     short for pairs to change places."""
-    half = min(programs // 2, most)
+    half = max(least, min(programs // 2, most))
     if run.static.get("HALVES") and run.static["GROUP"] > 64:
-        yield run, -1, half
+        yield run, least, half
         yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), half, most
     else:
-        yield run, -1, most
+        yield run, least, most
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:

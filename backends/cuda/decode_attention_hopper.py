@@ -33,7 +33,7 @@ from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barr
 from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
-find_part = gluon.jit(_tiles.find_part.fn)
+find_own = gluon.jit(_tiles.find_own.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
@@ -193,9 +193,7 @@ def _work(
     totals.index(PART).store(total)
     gl.thread_barrier()
     mbarrier.arrive(done)
-    most = acc
-    if HALVES:
-        most = gl.max(gl.abs(acc), 1)  # looked for while the other group is waited for
+    most = gl.max(gl.abs(acc), 1) if HALVES else acc  # looked for while the other group is waited for
     mbarrier.wait(done, 0)
     total += totals.index(1 - PART).load(ROW)
     some = total != 0.0
@@ -294,7 +292,7 @@ def decode_attention_hopper_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
-    chunk, request, before, falls = find_part(
+    chunk, request, before, falls = find_own(
         qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS
     )
     if TOKENS:

@@ -28,7 +28,7 @@ tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
-find_part = gluon.jit(_tiles.find_part.fn)
+find_own = gluon.jit(_tiles.find_own.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
 note_tile = gluon.jit(_tiles.note.fn)
 part_of = gluon.jit(_tiles.part_of.fn)
@@ -198,7 +198,7 @@ def decode_attention_lanes_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
-    chunk, request, before, falls = find_part(
+    chunk, request, before, falls = find_own(
         qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, LONGER, WINDOW, TOKENS
     )
     if TOKENS:
