@@ -89,17 +89,28 @@ def vllm_fa3() -> Any:
 
 def flashmla() -> Callable[..., Any] | None:
     """vLLM's build of FlashMLA, its ``dense_decode_fwd``, or None where that isn't installed or the device is none for
-    it. The operator needs but its library."""
+    it."""
+    return getattr(_of_flashmla("_flashmla_C"), "dense_decode_fwd", None)
+
+
+def flashmla_fp8() -> Any:
+    """The operators of the same over fp8 rows, by queries of fp8, which have ``fwd_kvcache_mla_fp8`` and what plans it,
+    or None likewise."""
+    found = _of_flashmla("_flashmla_extension_C")
+    return found if hasattr(found, "fwd_kvcache_mla_fp8") else None
+
+
+def _of_flashmla(name: str) -> Any:
+    """Operators of a library of vLLM's wheel, which need nothing else of it; None where the device is none for them."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
-    if not hasattr(torch.ops._flashmla_C, "dense_decode_fwd"):
-        spec = importlib.util.find_spec("vllm")
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for library in Path(folder).glob("_flashmla_C.*.so"):
-                torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
-    return getattr(torch.ops._flashmla_C, "dense_decode_fwd", None)
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in Path(folder).glob(f"{name}.*.so"):
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
+    return getattr(torch.ops, name)
 
 
 def _stand_ins(root: Path) -> None:

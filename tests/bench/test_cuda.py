@@ -39,13 +39,7 @@ PEERS: dict[str, set[str]] = {
     "mla_decode_attention": set(),
     "mla_extend_attention": set(),
 }
-ROWS = {
-    "kv_write": 4,
-    "assign_extend_cache_locs": 6,
-    "decode_attention": 1,
-    "mla_decode_attention": 1,
-    "mla_extend_attention": 1,
-}
+ROWS = {"kv_write": 4, "assign_extend_cache_locs": 6, "decode_attention": 1}
 
 
 def test_every_op_has_a_table(tables: Tables) -> None:
@@ -210,6 +204,28 @@ class FlashMla:
         return found, found, lens if plan is None else plan, lens if splits is None else splits
 
 
+class FlashMlaFp8(FlashMla):
+    """The same over fp8 rows, by queries of fp8, which is planned apart."""
+
+    def get_mla_decoding_metadata_dense_fp8(
+        self, lens: torch.Tensor, rows: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert heads == 1
+        return torch.tensor(rows), lens
+
+    def fwd_kvcache_mla_fp8(
+        self, q: torch.Tensor, rows: torch.Tensor, v_head_dim: int, lens: torch.Tensor, table: torch.Tensor,
+        scale: float, causal: bool, plan: torch.Tensor, splits: torch.Tensor, q_scale: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert q.dtype == rows.dtype == torch.float8_e4m3fn
+        assert int(plan) == q.shape[1] * q.shape[2]
+        assert splits is lens
+        assert q_scale.tolist() == k_scale.tolist() == [1.0]
+        found, lse, *_ = self(q.bfloat16(), rows.bfloat16(), v_head_dim, lens, table, scale, causal, None, None, None)
+        return found, lse
+
+
 class VllmFa3OfMla:
     """Stands in for ``vllm.vllm_flash_attn`` over MLA's rows: rotated parts as q and k, the others beside them."""
 
@@ -246,18 +262,33 @@ class VllmFa3OfMla:
     [
         ("vllm fa3", "vllm_fa3", VllmFa3OfMla, lambda: VllmFa3OfMla(1.5)),
         ("vllm flashmla", "flashmla", FlashMla, lambda: FlashMla(1.5)),
+        ("vllm flashmla, fp8 queries", "flashmla_fp8", FlashMlaFp8, lambda: FlashMlaFp8(1.5)),
     ],
-    ids=["fa3", "flashmla"],
+    ids=["fa3", "flashmla", "flashmla-fp8"],
 )
 def test_vllms_kernels_are_peers_of_mla(
     tables: Tables, table: str, monkeypatch: pytest.MonkeyPatch, peer: str, library: str, made: Any, wrong: Any
 ) -> None:
+    cache = "float8_e4m3fn" if library == "flashmla_fp8" else "bfloat16"
     monkeypatch.setattr(f"hal.bench.peers.{library}", made)
-    (row,) = tables[table](True)
+    row, other = sorted(tables[table](True), key=lambda row: row["cache"] != cache)
     assert row["ratio"] == {peer: row["device_us"][bench.OURS] / row["device_us"][peer]}
+    assert not other["ratio"]
     monkeypatch.setattr(f"hal.bench.peers.{library}", wrong)
-    (row,) = tables[table](True)
+    row, _ = sorted(tables[table](True), key=lambda row: row["cache"] != cache)
     assert "differs from ours" in row["failed"][peer]
+
+
+@pytest.mark.parametrize("op", ["decode_attention", "extend_attention"])
+def test_forms_of_mla_are_right_or_the_table_says_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their values alone: a graph of each takes minutes, and is the suite's."""
+    from hal.bench.cuda import mla
+
+    asked = []
+    monkeypatch.setattr(mla, "prove", lambda *given: asked.append(given))
+    mla.check_forms(op)
+    assert {(given[0], *given[2:]) for given in asked} == {(op, "cuda", ("value",))}
+    assert len(asked) == len(mla.FORMS if op == "decode_attention" else mla.EXTEND_FORMS)
 
 
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])

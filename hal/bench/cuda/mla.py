@@ -3,7 +3,8 @@ FlashAttention 3 and FlashMLA; one query token a request, or a few, as where dra
 
 At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
 what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
-the conformance suite's bound before anything is timed. The peers are planned beforehand; ours has no plan.
+the conformance suite's bound before anything is timed. The peers are planned beforehand; ours has no plan. Over fp8
+rows the peer is FlashMLA, by queries and weights of fp8: no result of the contract, and judged by its norm.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from torch import Tensor
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
 from hal.bench.cuda.attention import SPLITS
-from hal.bench.cuda.harness import table_of, time_row
-from hal.bench.judge import prove
+from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
+from hal.bench.judge import PROOFS, prove
+from hal.ops.spec import FP8
 
 PAGE = 64
 LEAST_PAGES = 4096
 """Of a pool."""
+FP8_QUERIES = "vllm flashmla, fp8 queries"
 POINTS = (
     (128, 1, 4096),
     (128, 1, 32768),
     (128, 16, 4096),
     (128, 64, 4096),
     (128, 128, 2048),
+    (128, 40, 3000),
+    (64, 64, 4096),
     (16, 1, 1024),
     (16, 1, 4096),
     (16, 16, 4096),
@@ -38,6 +43,9 @@ POINTS = (
 """(query heads, bs, keys each)."""
 EXTEND_POINTS = ((128, 32, 4096, 2), (128, 32, 4096, 4), (16, 32, 4096, 2), (16, 32, 4096, 4))
 """(query heads, bs, keys each, query tokens each)."""
+FP8_POINTS = ((128, 1, 4096), (128, 16, 4096), (128, 64, 4096), (16, 1, 4096), (16, 16, 4096), (16, 64, 4096))
+FP8_EXTEND_POINTS = ((128, 32, 4096, 2), (16, 32, 4096, 2))
+"""The same over e4m3."""
 COPY = 4.25e6
 """Bytes a microsecond that a device-to-device copy moves on an H200."""
 PRODUCTS = 790e6
@@ -66,9 +74,11 @@ EXTEND_FORMS: tuple[dict[str, Any], ...] = (
 
 class Inputs:
     """One batch, its pages spread over a pool; `sets` batches of slots of one pool, so that none is in the cache.
-    `tokens`: queries a request; 0: one, of a call of decode_attention."""
+    `tokens`: queries a request; 0: one, of a call of decode_attention. Over fp8 queries have values of fp8."""
 
-    def __init__(self, heads: int, bs: int, keys: int, tokens: int = 0, sets: int = 4) -> None:
+    def __init__(
+        self, heads: int, bs: int, keys: int, tokens: int = 0, sets: int = 4, cache: torch.dtype = torch.bfloat16
+    ) -> None:
         torch.manual_seed(0)
         pages = -(-keys // PAGE)
         pool = max(bs * pages * sets, LEAST_PAGES)
@@ -77,7 +87,8 @@ class Inputs:
         self.tokens = tokens
         n = bs * max(tokens, 1)
         self.q = torch.randn(n, heads, 576, device=inputs.DEVICE, dtype=bf16)
-        self.rows = torch.randn(pool, PAGE, 1, 576, device=inputs.DEVICE, dtype=bf16)
+        self.rows = torch.randn(pool, PAGE, 1, 576, device=inputs.DEVICE, dtype=bf16).to(cache)
+        self.q = self.q.to(cache).to(bf16)
         self.tables = (
             torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: sets * bs * pages]
             .view(sets, bs, pages)
@@ -97,7 +108,7 @@ class Inputs:
 
     def flashinfer(self) -> dict[str, Callable[[int], Tensor]]:
         flashinfer = peers.flashinfer()
-        if flashinfer is None:
+        if flashinfer is None or self.rows.dtype in FP8:
             return {}
         made: dict[str, Callable[[int], Tensor]] = {}
         pages = self.tables.shape[2]
@@ -134,7 +145,7 @@ class Inputs:
     def vllm_fa3(self) -> dict[str, Callable[[int], Tensor]]:
         """vLLM's build of FA3 as its engine decodes MLA by it: rotated parts as queries and keys, the rest beside."""
         module = peers.vllm_fa3()
-        if module is None:
+        if module is None or self.rows.dtype in FP8:
             return {}
         lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
         starts = torch.arange(self.bs + 1, device=inputs.DEVICE, dtype=torch.int32) * max(self.tokens, 1)
@@ -154,14 +165,26 @@ class Inputs:
         return {"vllm fa3": lambda i: call(block_table=self.tables[i], scheduler_metadata=plans[i], out=self.out)}
 
     def flashmla(self) -> dict[str, Callable[[int], Tensor]]:
+        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
+        q = self.q.view(self.bs, max(self.tokens, 1), self.heads, 576)
+        if self.rows.dtype in FP8:
+            return self._flashmla_fp8(q.to(self.rows.dtype), lens)
         run = peers.flashmla()
         if run is None:
             return {}
-        q = self.q.view(self.bs, max(self.tokens, 1), self.heads, 576)
-        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
         given = [(q, self.rows, 512, lens, table, self.scale, self.tokens > 0) for table in self.tables]
         plans = [run(*x, None, None, None)[2:] for x in given]
         return {"vllm flashmla": lambda i: run(*given[i], *plans[i], None)[0].view(self.out.shape)}
+
+    def _flashmla_fp8(self, q: Tensor, lens: Tensor) -> dict[str, Callable[[int], Tensor]]:
+        module = peers.flashmla_fp8()
+        if module is None:
+            return {}
+        plan = module.get_mla_decoding_metadata_dense_fp8(lens, q.shape[1] * self.heads, 1)
+        one = torch.ones(1, device=inputs.DEVICE, dtype=torch.float32)
+        given = (self.scale, self.tokens > 0, *plan, one, one)
+        run = module.fwd_kvcache_mla_fp8
+        return {FP8_QUERIES: lambda i: run(q, self.rows, 512, lens, self.tables[i], *given)[0].view(self.out.shape)}
 
 
 def check_forms(op: str = "decode_attention") -> None:
@@ -170,23 +193,34 @@ def check_forms(op: str = "decode_attention") -> None:
     if op == "extend_attention":
         usual["prefix"] = 900
     for form in EXTEND_FORMS if op == "extend_attention" else FORMS:
-        prove(op, {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda")
+        prove(op, {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda", PROOFS[:1])
 
 
-def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
-    x = Inputs(heads, bs, keys, tokens)
+def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
+    x = Inputs(heads, bs, keys, tokens, cache=cache)
     calls = {OURS: x.ours(), **x.flashinfer(), **x.vllm_fa3(), **x.flashmla()}
     want = calls[OURS](0).float()
 
     def check(name: str, call: Callable[[], Any]) -> None:
         found = call()
         found = found[0] if isinstance(found, tuple) else found
-        far = float((found.float() - want).abs().max() / want.abs().max())
-        if not far < 0.02:
+        off = found.float() - want
+        if name == FP8_QUERIES:
+            far, most = float(off.norm() / want.norm()), TOLERANCE[cache]
+        else:
+            far, most = float(off.abs().max() / want.abs().max()), 0.02
+        if not far < most:
             raise AssertionError(f"{name} differs from ours by {far:.2g}")
 
     row = time_row(
-        {"op": op, "rows": rows, "heads": heads, "bs": bs, "keys": keys, **({"tokens": tokens} if tokens else {})},
+        {
+            "op": op,
+            "cache": str(cache).removeprefix("torch."),
+            "heads": heads,
+            "bs": bs,
+            "keys": keys,
+            **({"tokens": tokens} if tokens else {}),
+        },
         {name: partial(lambda call: call, call) for name, call in calls.items()},
         len(x.tables),
         check,
@@ -197,30 +231,35 @@ def _mla_row(op: str, rows: str, heads: int, bs: int, keys: int, rounds: int, to
     )
     if us := row.get("device_us", {}).get(OURS):
         row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
-    row["least_us"] = {"bytes": bs * keys * 1152 / COPY, "flops": 2 * len(x.q) * keys * heads * 1088 / PRODUCTS}
+    row["least_us"] = {
+        "bytes": bs * keys * 576 * cache.itemsize / COPY,
+        "flops": 2 * len(x.q) * keys * heads * 1088 / PRODUCTS,
+    }
     return row
 
 
-def mla_decode_attention(quick: bool = False) -> list[Row]:
-    """Rows: query heads, bs, keys each."""
+def _rows(op: str, quick: bool, bf16: tuple[Any, ...], e4m3: tuple[Any, ...]) -> list[Row]:
+    """Rows of points of both caches, once an op's forms are right."""
     if not quick:
-        check_forms()
+        check_forms(op)
+    cases = [(torch.bfloat16, point) for point in (bf16[:1] if quick else bf16)]
+    cases += [(torch.float8_e4m3fn, point) for point in (e4m3[:1] if quick else e4m3)]
+    names = ("heads", "bs", "keys", "tokens")
     return table_of(
-        partial(_mla_row, op="decode_attention", rows="mla", heads=heads, bs=bs, keys=keys, rounds=3 if quick else 25)
-        for heads, bs, keys in (POINTS[:1] if quick else POINTS)
+        partial(_mla_row, op=op, cache=cache, rounds=3 if quick else 25, **dict(zip(names, point, strict=False)))
+        for cache, point in cases
     )
+
+
+def mla_decode_attention(quick: bool = False) -> list[Row]:
+    """Rows: the cache's dtype, query heads, bs, keys each."""
+    return _rows("decode_attention", quick, POINTS, FP8_POINTS)
 
 
 def mla_extend_attention(quick: bool = False) -> list[Row]:
-    """Rows: query heads, bs, keys each, query tokens each."""
-    if not quick:
-        check_forms("extend_attention")
+    """Rows: the cache's dtype, query heads, bs, keys each, query tokens each."""
     points = ((16, 1, 128, 2),) if quick else EXTEND_POINTS
-    op, rounds = "extend_attention", 3 if quick else 25
-    return table_of(
-        partial(_mla_row, op=op, rows="mla", heads=heads, bs=bs, keys=keys, rounds=rounds, tokens=tokens)
-        for heads, bs, keys, tokens in points
-    )
+    return _rows("extend_attention", quick, points, points if quick else FP8_EXTEND_POINTS)
 
 
 TABLES: dict[str, Callable[[bool], list[Row]]] = {
