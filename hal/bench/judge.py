@@ -9,7 +9,7 @@ judges in memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -24,8 +24,6 @@ from hal.conformance.proofs.run import run_case
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
 from hal.ops.spec import OpSpec, Sample
-
-PROOFS = ("value", "graph")
 
 
 class Peer(DirectTarget):
@@ -76,14 +74,8 @@ def check_transfer(name: str, call: Callable[[], Any], src: KVPool, dst: KVPool,
                 raise AssertionError(f"kv_transfer: {name}: {src.layout} to {dst.layout}: wrong rows in layer {layer}")
 
 
-def prove(op: str, params: Mapping[str, Any], backend: str, proofs: Sequence[str] = PROOFS) -> float:
+def prove(op: str, params: Mapping[str, Any], backend: str) -> float:
     """Calls our launcher with what `params` make, and from a captured graph where the device has them.
-
-    Args:
-        op: its name.
-        params: of the op's `OpSpec.make`.
-        backend: whose launcher.
-        proofs: of `PROOFS`; a graph's asks for the truth of five batches, a value's of one.
 
     Returns:
         The largest error, in units of the bound.
@@ -91,7 +83,7 @@ def prove(op: str, params: Mapping[str, Any], backend: str, proofs: Sequence[str
     Raises:
         AssertionError: it did not do what the contract says.
     """
-    return _prove(replace(get_spec(op), samples=(Sample("form", params),)), backend, proofs)
+    return _prove(replace(get_spec(op), samples=(Sample("form", params),)), backend)
 
 
 def verdict(op: str, args: Mapping[str, Any]) -> float:
@@ -102,9 +94,9 @@ def verdict(op: str, args: Mapping[str, Any]) -> float:
     return _prove(same, "cuda")
 
 
-def _prove(spec: OpSpec, backend: str, proofs: Sequence[str] = PROOFS) -> float:
+def _prove(spec: OpSpec, backend: str) -> float:
     worst = 0.0
-    for proof in proofs:
+    for proof in ("value", "graph"):
         result = run_case(Case(spec.name, proof, "form", "form"), RegistryTarget.of(backend, "device"), spec)
         if result.outcome not in (PASSED, NOT_APPLICABLE):
             params = dict(spec.samples[0].params)

@@ -106,7 +106,7 @@ class Inputs:
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
         """k and v ``[bs, kv_heads, keys, head_dim]``."""
-        found = [_rows(c, self.slots) for c in (self.k_cache, self.v_cache)]
+        found = [rows_at(c, self.slots) for c in (self.k_cache, self.v_cache)]
         k, v = (x.view(self.bs, self.keys, *x.shape[1:]).transpose(1, 2).contiguous() for x in found)
         return k, v
 
@@ -215,7 +215,7 @@ class Inputs:
         module = peers.vllm_fa3()
         if module is None:
             return {}
-        k, v = (_rows(c, self.slots).contiguous() for c in (self.k_cache, self.v_cache))
+        k, v = (rows_at(c, self.slots).contiguous() for c in (self.k_cache, self.v_cache))
         call = partial(
             module.flash_attn_varlen_func, self.q, k, v, max_seqlen_q=self.new, cu_seqlens_q=self.qo_indptr,
             max_seqlen_k=self.keys, cu_seqlens_k=self.kv_indptr, softmax_scale=self.scale, causal=True, fa_version=3,
@@ -243,14 +243,7 @@ class Inputs:
         """
         if out.ndim == 4:
             out = out.transpose(1, 2).reshape(self.q.shape)
-        worst = 0.0
-        for i, rows, truth, slack in self._truths(self.q):
-            want = judge.Want(_host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),))
-            got = out[rows].cpu()
-            if not judge.right_any(got, want).all():
-                raise AssertionError(f"request {i}: outside the bound")
-            worst = max(worst, judge.headroom(got, want))
-        return worst
+        return max(headroom(i, out[rows], truth, slack) for i, rows, truth, slack in self._truths(self.q))
 
     def near(self, out: Tensor) -> None:
         """The same of what has rounded the queries to the cache's dtype, by the norm of its error.
@@ -265,26 +258,52 @@ class Inputs:
 
     def _truths(self, q: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """(request, rows of q, what attention of these is in float64, its slack)."""
-        hq, hk, d, _ = self.heads
         for i in sorted({0, self.bs - 1}):
-            mine = self.slots[i * self.keys : (i + 1) * self.keys].long()
-            k, v = (_rows(c, mine).double().repeat_interleave(hq // hk, 1) for c in (self.k_cache, self.v_cache))
+            mine = self.slots[i * self.keys : (i + 1) * self.keys]
             rows = torch.arange(
                 (i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device=inputs.DEVICE, dtype=torch.int64
             )
-            x = _rows(q[:, None], rows).double()
-            logits = torch.einsum("nhd,jhd->nhj", x, k) * self.scale
-            size = torch.einsum("nhd,jhd->nhj", x.abs(), k.abs()).amax(-1) * self.scale
+            k, v = (rows_at(c, mine) for c in (self.k_cache, self.v_cache))
             position = self.keys - (i + 1) * self.new + rows
-            seen = torch.arange(self.keys, device=inputs.DEVICE, dtype=torch.int64) <= position.view(-1, 1, 1)
-            p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
-            many = (position + 1).view(-1, 1).expand(len(rows), hq)
-            weight = torch.einsum("nhj,jhd->nhd", p, v.abs())
-            slack, _ = judge.attention_slack(self.q.dtype, d, size, many, weight)
-            yield i, rows, torch.einsum("nhj,jhd->nhd", p, v), slack
+            yield i, rows, *truth_of(rows_at(q[:, None], rows), k, v, self.scale, position)
 
 
-def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+def truth_of(q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor) -> tuple[Tensor, Tensor]:
+    """(attention in float64, the contract's slack) of queries over the keys up to a position each.
+
+    Args:
+        q: ``[n, q_heads, head_dim]``.
+        k: ``[keys, kv_heads, head_dim]``.
+        v: ``[keys, kv_heads, v_head_dim]``.
+        scale: what logits are multiplied by.
+        position: ``[n]``, the last key that a query sees.
+    """
+    n, q_heads, dim = q.shape
+    x, k, v = q.double().view(n, k.shape[1], -1, dim), k.double(), v.double()
+    logits = torch.einsum("nhgd,jhd->nhgj", x, k) * scale
+    size = torch.einsum("nhgd,jhd->nhgj", x.abs(), k.abs()).amax(-1) * scale
+    seen = torch.arange(len(k), device=k.device, dtype=torch.int64) <= position.view(-1, 1, 1, 1)
+    p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    many = (position + 1).view(-1, 1).expand(n, q_heads)
+    weight, truth = (torch.einsum("nhgj,jhd->nhgd", p, y).reshape(n, q_heads, -1) for y in (v.abs(), v))
+    slack, _ = judge.attention_slack(q.dtype, dim, size.reshape(n, q_heads), many, weight)
+    return truth, slack
+
+
+def headroom(request: int, out: Tensor, truth: Tensor, slack: Tensor) -> float:
+    """The largest error of a request's rows, in units of the bound.
+
+    Raises:
+        AssertionError: it is outside of the bound.
+    """
+    want = judge.Want(_host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),))
+    got = out.cpu()
+    if not judge.right_any(got, want).all():
+        raise AssertionError(f"request {request}: outside the bound")
+    return judge.headroom(got, want)
+
+
+def rows_at(cache: Tensor, slots: Tensor) -> Tensor:
     """A cache's rows, also of fp8, which torch can't index."""
     rows = cache.view(-1, *cache.shape[2:])
     return rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]

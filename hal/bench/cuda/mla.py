@@ -2,9 +2,10 @@
 FlashAttention 3 and FlashMLA; one query token a request, or a few, as where drafts are verified: extend_attention.
 
 At the shapes of DeepSeek-V3 and of a rank of eight: device microseconds by implementation, ours over each peer's, and
-what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool; `FORMS` are judged by
-the conformance suite's bound before anything is timed. The peers are planned beforehand; ours has no plan. Over fp8
-rows the peer is FlashMLA, by queries and weights of fp8: no result of the contract, and judged by its norm.
+what bytes and products cost at least at `COPY` and `PRODUCTS`. Pages of 64, spread over a pool. Ours is compared with
+float64, by the bound of the conformance suite, before anything is timed, and peers with ours. They are planned
+beforehand; ours has no plan. Over fp8 rows the peer is FlashMLA, by queries and weights of fp8: no result of the
+contract, and compared by the norm.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from torch import Tensor
 
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
-from hal.bench.cuda.attention import SPLITS
+from hal.bench.cuda.attention import SPLITS, headroom, rows_at, truth_of
 from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
-from hal.bench.judge import PROOFS, prove
 from hal.ops.spec import FP8
 
 PAGE = 64
@@ -50,26 +50,6 @@ COPY = 4.25e6
 """Bytes a microsecond that a device-to-device copy moves on an H200."""
 PRODUCTS = 790e6
 """FLOPs a microsecond of a bf16 matrix product there."""
-FORMS: tuple[dict[str, Any], ...] = (
-    {"q_heads": 128},
-    {"q_heads": 16, "longest": 700, "indptr": "i64"},
-    {"q_heads": 64, "bs": 40, "longest": 90},
-    {"q_heads": 128, "values": "skip", "index": "i64", "longest": 300},
-    {"q_heads": 24},
-    {"q_heads": 20, "cache": "paged", "dtype": "fp16"},
-    {"q_heads": 128, "lse": False, "bs": 3, "longest": 2500, "slots": 8000},
-    {"q_heads": 128, "run": 64, "cache": "paged", "page_size": 64},
-    {"q_heads": 128, "run": 64, "bs": 9, "values": "skip", "index": "i64"},
-    {"q_heads": 72, "run": 64, "dtype": "fp16", "bs": 2, "longest": 2500, "slots": 8000},
-    {"q_heads": 128, "bs": 70, "longest": 1500, "lengths": "skewed", "slots": 20000},
-)
-"""What the check asks for, beside the contract's own samples, which certification judges."""
-EXTEND_FORMS: tuple[dict[str, Any], ...] = (
-    {"q_heads": 128, "longest": 2},
-    {"q_heads": 16, "longest": 9},
-    {"q_heads": 128, "longest": 3, "run": 64},
-)
-"""What that of query tokens asks for."""
 
 
 class Inputs:
@@ -176,6 +156,21 @@ class Inputs:
         plans = [run(*x, None, None, None)[2:] for x in given]
         return {"vllm flashmla": lambda i: run(*given[i], *plans[i], None)[0].view(self.out.shape)}
 
+    def check(self, out: Tensor) -> float:
+        """The largest error of the first and the last request, in units of the bound.
+
+        Raises:
+            AssertionError: it is outside of the bound.
+        """
+        each, worst = max(self.tokens, 1), 0.0
+        for i in sorted({0, self.bs - 1}):
+            rows = slice(i * each, (i + 1) * each)
+            k = rows_at(self.rows, self.slots[0, i * self.keys : (i + 1) * self.keys])
+            first = self.keys - each
+            position = first + torch.arange(each, device=inputs.DEVICE, dtype=torch.int64)
+            worst = max(worst, headroom(i, out[rows], *truth_of(self.q[rows], k, k[..., :512], self.scale, position)))
+        return worst
+
     def _flashmla_fp8(self, q: Tensor, lens: Tensor) -> dict[str, Callable[[int], Tensor]]:
         module = peers.flashmla_fp8()
         if module is None:
@@ -187,23 +182,17 @@ class Inputs:
         return {FP8_QUERIES: lambda i: run(q, self.rows, 512, lens, self.tables[i], *given)[0].view(self.out.shape)}
 
 
-def check_forms(op: str = "decode_attention") -> None:
-    """Judges `FORMS` of an op; raises where one is wrong."""
-    usual = {"bs": 5, "longest": 900, "slots": 4800, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
-    if op == "extend_attention":
-        usual["prefix"] = 900
-    for form in EXTEND_FORMS if op == "extend_attention" else FORMS:
-        prove(op, {**usual, "cache_view": "shared", "dtype": "bf16", **form}, "cuda", PROOFS[:1])
-
-
 def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
     x = Inputs(heads, bs, keys, tokens, cache=cache)
     calls = {OURS: x.ours(), **x.flashinfer(), **x.vllm_fa3(), **x.flashmla()}
     want = calls[OURS](0).float()
+    room: dict[str, float] = {}
 
     def check(name: str, call: Callable[[], Any]) -> None:
         found = call()
         found = found[0] if isinstance(found, tuple) else found
+        if name == OURS:
+            room[OURS] = x.check(found)
         off = found.float() - want
         if name == FP8_QUERIES:
             far, most = float(off.norm() / want.norm()), TOLERANCE[cache]
@@ -229,6 +218,7 @@ def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds
         host=120,
         host_of=(OURS,),
     )
+    row["headroom"] = room
     if us := row.get("device_us", {}).get(OURS):
         row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
     row["least_us"] = {
@@ -239,9 +229,7 @@ def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds
 
 
 def _rows(op: str, quick: bool, bf16: tuple[Any, ...], e4m3: tuple[Any, ...]) -> list[Row]:
-    """Rows of points of both caches, once an op's forms are right."""
-    if not quick:
-        check_forms(op)
+    """Rows of points of both caches."""
     cases = [(torch.bfloat16, point) for point in (bf16[:1] if quick else bf16)]
     cases += [(torch.float8_e4m3fn, point) for point in (e4m3[:1] if quick else e4m3)]
     names = ("heads", "bs", "keys", "tokens")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from assembler import serialized
 
-from hal.bench.cuda.mla import FORMS
 from hal.ops import get_spec
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -33,6 +32,20 @@ USUAL = {
     "cache_view": "shared",
     "dtype": "bf16",
 }
+
+FORMS: tuple[dict[str, Any], ...] = (
+    {"q_heads": 128},
+    {"q_heads": 16, "longest": 700, "indptr": "i64"},
+    {"q_heads": 64, "bs": 40, "longest": 90},
+    {"q_heads": 128, "values": "skip", "index": "i64", "longest": 300},
+    {"q_heads": 24},
+    {"q_heads": 20, "cache": "paged", "dtype": "fp16"},
+    {"q_heads": 128, "lse": False, "bs": 3, "longest": 2500, "slots": 8000},
+    {"q_heads": 128, "run": 64, "cache": "paged", "page_size": 64},
+    {"q_heads": 128, "run": 64, "bs": 9, "values": "skip", "index": "i64"},
+    {"q_heads": 72, "run": 64, "dtype": "fp16", "bs": 2, "longest": 2500, "slots": 8000},
+    {"q_heads": 128, "bs": 70, "longest": 1500, "lengths": "skewed", "slots": 20000},
+)
 
 
 def made(**change: Any) -> dict[str, Any]:

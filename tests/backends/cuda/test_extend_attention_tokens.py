@@ -40,6 +40,7 @@ MLA = {
 FORMS: dict[str, dict[str, Any]] = {
     "heads-16": {},
     "heads-128": {"q_heads": 128, "longest": 2, "prefix": 300},
+    "heads-128-in-runs": {"q_heads": 128, "longest": 3, "prefix": 300, "run": 64},
     "heads-20": {"q_heads": 20, "cache": "paged", "dtype": "fp16", "lse": False},
     "heads-1": {"q_heads": 1, "longest": 150, "indptr": "i64"},
     "not-causal": {"causal": False},
