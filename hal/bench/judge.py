@@ -4,7 +4,7 @@
 
 `check` and `prove` are the conformance suite's `execute`, of any call here and of our launcher where it runs.
 `check_transfer` is not: calls between pools of gigabytes are bound to the memory that they are timed on, and `execute`
-judges in memory of its own.
+judges in memory of its own. Of attention whose sizes are an engine's, `truth_of` is computed where the tensors are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import _host
 from hal._remote.target import DirectTarget, RegistryTarget
 from hal.conformance._result import NOT_APPLICABLE, PASSED, Case
 from hal.conformance.execute import Executor, Failure
 from hal.conformance.proofs.run import run_case
 from hal.kv.pool import KVPool
 from hal.ops import get_spec
-from hal.ops.spec import OpSpec, Sample
+from hal.ops.proofs import judge as bound
+from hal.ops.spec import FP8, OpSpec, Sample
 
 
 class Peer(DirectTarget):
@@ -103,3 +105,44 @@ def _prove(spec: OpSpec, backend: str) -> float:
             raise AssertionError(f"{spec.name}: {proof} of {params}: {result.outcome}: {result.reason}")
         worst = max([worst, *result.headroom.values()])
     return worst
+
+
+def truth_of(q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor) -> tuple[Tensor, Tensor]:
+    """(attention in float64, the contract's slack) of queries over the keys up to a position each.
+
+    Args:
+        q: ``[n, q_heads, head_dim]``.
+        k: ``[keys, kv_heads, head_dim]``.
+        v: ``[keys, kv_heads, v_head_dim]``.
+        scale: what logits are multiplied by.
+        position: ``[n]``, the last key that a query sees.
+    """
+    n, q_heads, dim = q.shape
+    x, k, v = q.double().view(n, k.shape[1], -1, dim), k.double(), v.double()
+    logits = torch.einsum("nhgd,jhd->nhgj", x, k) * scale
+    size = torch.einsum("nhgd,jhd->nhgj", x.abs(), k.abs()).amax(-1) * scale
+    seen = torch.arange(len(k), device=k.device, dtype=torch.int64) <= position.view(-1, 1, 1, 1)
+    p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    many = (position + 1).view(-1, 1).expand(n, q_heads)
+    weight, truth = (torch.einsum("nhgj,jhd->nhgd", p, y).reshape(n, q_heads, -1) for y in (v.abs(), v))
+    slack, _ = bound.attention_slack(q.dtype, dim, size.reshape(n, q_heads), many, weight)
+    return truth, slack
+
+
+def headroom(request: int, out: Tensor, truth: Tensor, slack: Tensor) -> float:
+    """The largest error of a request's rows, in units of the bound.
+
+    Raises:
+        AssertionError: it is outside of the bound.
+    """
+    want = bound.Want(_host.ones(truth.shape, dtype=torch.bool), (bound.Candidate(truth.cpu(), slack.cpu()),))
+    got = out.cpu()
+    if not bound.right_any(got, want).all():
+        raise AssertionError(f"request {request}: outside the bound")
+    return bound.headroom(got, want)
+
+
+def rows_at(cache: Tensor, slots: Tensor) -> Tensor:
+    """A cache's rows, also of fp8, which torch can't index."""
+    rows = cache.view(-1, *cache.shape[2:])
+    return rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]

@@ -22,7 +22,7 @@ from hal import _host
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
 from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
-from hal.ops.proofs import judge
+from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
 PAGE = 16
@@ -266,47 +266,6 @@ class Inputs:
             k, v = (rows_at(c, mine) for c in (self.k_cache, self.v_cache))
             position = self.keys - (i + 1) * self.new + rows
             yield i, rows, *truth_of(rows_at(q[:, None], rows), k, v, self.scale, position)
-
-
-def truth_of(q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor) -> tuple[Tensor, Tensor]:
-    """(attention in float64, the contract's slack) of queries over the keys up to a position each.
-
-    Args:
-        q: ``[n, q_heads, head_dim]``.
-        k: ``[keys, kv_heads, head_dim]``.
-        v: ``[keys, kv_heads, v_head_dim]``.
-        scale: what logits are multiplied by.
-        position: ``[n]``, the last key that a query sees.
-    """
-    n, q_heads, dim = q.shape
-    x, k, v = q.double().view(n, k.shape[1], -1, dim), k.double(), v.double()
-    logits = torch.einsum("nhgd,jhd->nhgj", x, k) * scale
-    size = torch.einsum("nhgd,jhd->nhgj", x.abs(), k.abs()).amax(-1) * scale
-    seen = torch.arange(len(k), device=k.device, dtype=torch.int64) <= position.view(-1, 1, 1, 1)
-    p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
-    many = (position + 1).view(-1, 1).expand(n, q_heads)
-    weight, truth = (torch.einsum("nhgj,jhd->nhgd", p, y).reshape(n, q_heads, -1) for y in (v.abs(), v))
-    slack, _ = judge.attention_slack(q.dtype, dim, size.reshape(n, q_heads), many, weight)
-    return truth, slack
-
-
-def headroom(request: int, out: Tensor, truth: Tensor, slack: Tensor) -> float:
-    """The largest error of a request's rows, in units of the bound.
-
-    Raises:
-        AssertionError: it is outside of the bound.
-    """
-    want = judge.Want(_host.ones(truth.shape, dtype=torch.bool), (judge.Candidate(truth.cpu(), slack.cpu()),))
-    got = out.cpu()
-    if not judge.right_any(got, want).all():
-        raise AssertionError(f"request {request}: outside the bound")
-    return judge.headroom(got, want)
-
-
-def rows_at(cache: Tensor, slots: Tensor) -> Tensor:
-    """A cache's rows, also of fp8, which torch can't index."""
-    rows = cache.view(-1, *cache.shape[2:])
-    return rows.view(torch.uint8)[slots.long()].view(cache.dtype) if cache.dtype in FP8 else rows[slots.long()]
 
 
 def _attention_row(

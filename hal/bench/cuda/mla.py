@@ -19,8 +19,9 @@ from torch import Tensor
 
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
-from hal.bench.cuda.attention import SPLITS, headroom, rows_at, truth_of
+from hal.bench.cuda.attention import SPLITS
 from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
+from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
 PAGE = 64
@@ -66,9 +67,8 @@ class Inputs:
         bf16, i32 = torch.bfloat16, torch.int32
         self.tokens = tokens
         n = bs * max(tokens, 1)
-        self.q = torch.randn(n, heads, 576, device=inputs.DEVICE, dtype=bf16)
+        self.q = torch.randn(n, heads, 576, device=inputs.DEVICE, dtype=bf16).to(cache).to(bf16)
         self.rows = torch.randn(pool, PAGE, 1, 576, device=inputs.DEVICE, dtype=bf16).to(cache)
-        self.q = self.q.to(cache).to(bf16)
         self.tables = (
             torch.randperm(pool, device=inputs.DEVICE, dtype=torch.int64)[: sets * bs * pages]
             .view(sets, bs, pages)
@@ -163,11 +163,10 @@ class Inputs:
             AssertionError: it is outside of the bound.
         """
         each, worst = max(self.tokens, 1), 0.0
+        position = torch.arange(self.keys - each, self.keys, device=inputs.DEVICE, dtype=torch.int64)
         for i in sorted({0, self.bs - 1}):
             rows = slice(i * each, (i + 1) * each)
             k = rows_at(self.rows, self.slots[0, i * self.keys : (i + 1) * self.keys])
-            first = self.keys - each
-            position = first + torch.arange(each, device=inputs.DEVICE, dtype=torch.int64)
             worst = max(worst, headroom(i, out[rows], *truth_of(self.q[rows], k, k[..., :512], self.scale, position)))
         return worst
 
