@@ -27,14 +27,14 @@ WEIGHTS = {
 def teller(bar: _progress.Bar, cases: Sequence[Case]) -> Progress:
     """On a terminal a bar, elsewhere a line per op."""
     left = {c.id: c for c in cases}
-    whole, done, bad = sum(map(_weight, cases)), 0.0, 0
+    whole, done, bad = sum(map(weight, cases)), 0.0, 0
     seen: set[str] = set()
     drawn = _progress.is_wanted()
     bar.size(whole)
 
     def tell(result: Result, i: int, n: int) -> None:
         nonlocal done, bad
-        done += _weight(left.pop(result.id))
+        done += weight(left.pop(result.id))
         bad += result.outcome == FAILED
         op = result.id.partition("/")[0]
         if not drawn and op not in seen:
@@ -46,5 +46,5 @@ def teller(bar: _progress.Bar, cases: Sequence[Case]) -> Progress:
     return tell
 
 
-def _weight(case: Case) -> float:
+def weight(case: Case) -> float:
     return WEIGHTS.get(case.proof, 1)

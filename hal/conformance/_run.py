@@ -22,7 +22,7 @@ from hal._devices import EMULATED
 from hal._errors import HalError, SelectionError
 from hal._version import __version__
 from hal.conformance import _report, _waivers, _writers
-from hal.conformance._bar import Progress, teller
+from hal.conformance._bar import Progress, teller, weight
 from hal.conformance._cases import ALONE, case_list
 from hal.conformance._find import Fatal, find, job_for
 from hal.conformance._judge import GIVEN_UP, Apart, judge
@@ -86,13 +86,10 @@ def run(worker: Worker, cases: Sequence[Case], progress: Progress = lambda r, i,
     return outcome
 
 
-LONG = ("ragged", "soak", "extremes", "fresh", "later", "sequence")
-"""Proofs whose cases take longest, in that order: they begin first, so that none is alone at the end."""
-
-
 def _at_once(worker: Worker, cases: Sequence[Case], jobs: int, tell: Callable[[Result], None]) -> None:
-    """Each of `jobs` judges takes the next case as soon as it is done with one."""
-    left = deque(sorted(cases, key=lambda c: LONG.index(c.proof) if c.proof in LONG else len(LONG)))
+    """Each of `jobs` judges takes the next case as soon as it is done with one; the longest begin first, so that none
+    is alone at the end."""
+    left = deque(sorted(cases, key=weight, reverse=True))
     lock = threading.Lock()
 
     def take(judge: Apart) -> Case | None:

@@ -51,20 +51,17 @@ class Truth:
         if last <= first or not bool(valid.any()):
             return self.nothing
         q = a["q"][t].double()
-        heads, dim = q.shape
         k, v = self.k[entries][valid], self.v[entries][valid]
-        group = heads // k.shape[1]
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        terms = q.unsqueeze(0) * k * a["scale"]
-        logits = terms.sum(-1)
+        by_group = q.view(k.shape[1], -1, q.shape[1])
+        logits = torch.einsum("hgd,jhd->jhg", by_group, k).flatten(1) * a["scale"]
+        size = torch.einsum("hgd,jhd->jhg", by_group.abs(), k.abs()).flatten(1) * abs(a["scale"])
         if a["logit_cap"]:
             logits = a["logit_cap"] * torch.tanh(logits / a["logit_cap"])
         lse = torch.logsumexp(logits, dim=0)
-        p = torch.exp(logits - lse).unsqueeze(-1)
-        slack, relative = attention_slack(
-            a["q"].dtype, dim, terms.abs().sum(-1).amax(0), _host.full((heads,), len(k)), (p * v.abs()).sum(0)
-        )
-        return (p * v).sum(0), slack, lse, relative
+        p = torch.exp(logits - lse).view(len(k), *by_group.shape[:2])
+        out, weight = (torch.einsum("jhg,jhd->hgd", p, x).flatten(0, 1) for x in (v, v.abs()))
+        slack, relative = attention_slack(a["q"].dtype, q.shape[1], size.amax(0), _host.full((len(q),), len(k)), weight)
+        return out, slack, lse, relative
 
 
 def want_of(a: Mapping[str, Any], rows: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Want]:
