@@ -17,18 +17,22 @@ from hal.backends.cuda._attention import LN2, entry, lengths
 @triton.jit
 def find(
     kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, LONGER: tl.constexpr = 0,
+    WINDOW: tl.constexpr, LONGER: tl.constexpr = 0, FIRST: tl.constexpr = True,
 ):  # fmt: skip
-    """(how many keys a part has at most, the request that part c is of, or bs, and the parts before that request's).
+    """(how many keys a part has at most, the request that program c has a part of, or bs, the parts before that
+    request's, which of all parts it is).
 
     A part has all keys divided by `programs`, so that parts <= programs + bs; up to twice as many, if then there are no
     more parts than `programs`, which run at once: a second wave for a few of them costs a whole one, and fewer that run
     at once hardly any time. Who looks at all requests at once keeps their lengths, and asks for each width beside the
-    others: until this is known, a program has nothing to fetch.
+    others: until this is known, a program has nothing to fetch. So with FIRST the first parts are of the first
+    programs, one of each request: where that is all of its request, as of most where there are many, nobody needs to
+    know how many parts others have.
     """
     BLOCK: tl.constexpr = each.shape[0]
     request = tl.cast(0, tl.int32)
     before = tl.cast(0, tl.int32)
+    own = tl.cast(0, tl.int32)
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
         total = total_of(n, 1)
@@ -36,26 +40,50 @@ def find(
         if (bs > 1) & (bs < programs):
             most = wider(n, 1, most, programs)
         chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-        parts = counts(n, chunk)
-        stop = tl.cumsum(parts, 0)
-        mine = (stop <= c) & (each < bs)
-        request += tl.sum(mine.to(tl.int32))
-        before += tl.max(tl.where(mine, stop, 0))
+        if FIRST:
+            own = counts(seen(kv_indptr, c, nnz, bs, window, WINDOW), chunk)
+        if own != 1:
+            request, before, _ = _before(n, each, c, bs, own, chunk, 0, FIRST)
     else:
         total = tl.cast(0, tl.int64)
-        for b in range(0, bs, BLOCK):
-            total += total_of(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 1)
+        for b in range(0, bs, 2 * BLOCK):  # two at a time, as each waits for memory, and for the sums of all lanes
+            n = tl.maximum(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 0)
+            more = tl.maximum(seen(kv_indptr, b + BLOCK + each, nnz, bs, window, WINDOW), 0)
+            total += (tl.sum((n >> 16) + (more >> 16)).to(tl.int64) << 16) + tl.sum((n & 0xFFFF) + (more & 0xFFFF))
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
         chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-        base = tl.cast(0, tl.int32)
-        for b in range(0, bs, BLOCK):
-            parts = counts(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
-            stop = base + tl.cumsum(parts, 0)
-            mine = (stop <= c) & (b + each < bs)
-            request += tl.sum(mine.to(tl.int32))
-            before += tl.sum(tl.where(mine, parts, 0))
-            base += tl.sum(parts)
-    return chunk, request, before
+        if FIRST:
+            own = counts(seen(kv_indptr, c, nnz, bs, window, WINDOW), chunk)
+        if own != 1:
+            base = tl.cast(0, tl.int32)
+            for b in range(0, bs, BLOCK):
+                n = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
+                requests, parts, every = _before(n, b + each, c, bs, own, chunk, base, FIRST)
+                request += requests
+                before += parts
+                base += every
+    part = c
+    if FIRST:
+        before += request
+        part = tl.where(own > 0, before, request + 1 + c - bs)
+        if own == 1:
+            request, before, part = c, c, c
+    return chunk, request, before, part
+
+
+@triton.jit
+def _before(n, i, c, bs, own, chunk, base, FIRST: tl.constexpr):
+    """(how many of requests `i`, of n keys each, are before that of program c, their parts, those of all); with FIRST
+    parts but the first are counted. `own`: how many the program's own request has, where it is known by the number."""
+    parts = counts(n, chunk)
+    if FIRST:
+        parts = tl.maximum(parts - 1, 0)
+    stop = base + tl.cumsum(parts, 0)
+    mine = stop <= c
+    if FIRST:
+        mine = tl.where(own > 0, i < c, stop <= c - bs)
+    mine = mine & (i < bs)
+    return tl.sum(mine.to(tl.int32)), tl.sum(tl.where(mine, parts, 0)), tl.sum(parts)
 
 
 @triton.jit
@@ -70,7 +98,7 @@ def find_one(
         n = tl.minimum(n, window + 1)
     most = even(n.to(tl.int64), programs, shortest(n, SHORTEST, FEW_PARTS), LONGER)
     chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-    return chunk, (counts(n, chunk) <= c).to(tl.int32), tl.cast(0, tl.int32)
+    return chunk, (counts(n, chunk) <= c).to(tl.int32), tl.cast(0, tl.int32), c
 
 
 @triton.jit
@@ -143,7 +171,7 @@ def counts(n, chunk):
 @triton.jit
 def unsplit(c, nnz):
     """`find`, where each request is one part: nothing is to be added up."""
-    return tl.cast(tl.maximum(nnz, 1), tl.int32), c, c
+    return tl.cast(tl.maximum(nnz, 1), tl.int32), c, c, c
 
 
 @triton.jit

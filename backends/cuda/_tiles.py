@@ -93,12 +93,13 @@ def _owner(qo_indptr, each, token, n, bs):
 @triton.jit
 def find_own(
     qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """What program c of a kernel that decodes is for, as `find` has it, without how many there are of all: a part of a
     tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once, where
     there are no more, or by `many`."""
     falls = c < 0
+    part = c
     if TOKENS:
         if bs <= few.shape[0]:
             chunk, request, before, falls, _ = find(
@@ -109,20 +110,20 @@ def find_own(
                 qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
             )
     elif programs == 1:
-        chunk, request, before = _split.unsplit(c, nnz)
+        chunk, request, before, part = _split.unsplit(c, nnz)
     elif bs == 1:
-        chunk, request, before = _split.find_one(
+        chunk, request, before, part = _split.find_one(
             kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
         )
     elif bs <= few.shape[0]:
-        chunk, request, before = _split.find(
-            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        chunk, request, before, part = _split.find(
+            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, FIRST
         )
     else:
-        chunk, request, before = _split.find(
-            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER
+        chunk, request, before, part = _split.find(
+            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, FIRST
         )
-    return chunk, request, before, falls
+    return chunk, request, before, part, falls
 
 
 @triton.jit

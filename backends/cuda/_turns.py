@@ -148,7 +148,7 @@ def find(
             )
     else:
         items, block, nth, first, news, begin, length = _find(
-            item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS, BLOCKS, TOKENS, BLOCK, ROW
+            item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS, BLOCKS, TOKENS, 2 * BLOCK, ROW
         )
     length = gl.maximum(length, 0)
     token = (nth * TOKENS).to(gl.int32)

@@ -29,10 +29,11 @@ from hal.triton.plans import COUNTERS, MOST, Counters, Plan, Scratch, Size, Step
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
-DEEP_TILE = (16, 64, 4, 4)
-"""(M, N, warps, stages) on Hopper, of 16-bit rows of 16, 32, 64 or 128 elements: three tiles of keys under way."""
-DEEP_PER_SM = 2
-"""Programs of that tile a multiprocessor: as many as shared memory is for."""
+DEEP_TILES = {4: ((16, 64, 2, 2), 3), 16: ((16, 64, 4, 4), 2)}
+"""Up to how many query heads a key head: ((M, N, warps, stages) on Hopper, of 16-bit rows of 16, 32, 64 or 128
+elements; programs of it a multiprocessor that the keys are split for). Either three tiles of keys are under way, or
+more programs: while one of these looks for its keys, others' are. Two warps are too few to merge parts of more heads.
+"""
 SHORTEST = 64
 """Keys that a part has at least; up to twice as many, where there would be more parts than `FEW_PARTS`."""
 FEW_PARTS = 32
@@ -123,11 +124,11 @@ def decode_attention_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk, request, before = find(
+        chunk, request, before, c = find(
             kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
         )
     else:
-        chunk, request, before = find(
+        chunk, request, before, c = find(
             kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
         )
     if request < bs:
@@ -222,8 +223,9 @@ def _plan(
     deep = m == 16 and max(dim, v_dim) <= 128 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2
     d0, d1 = _attention.parts(dim)
     deep = deep and not d1 and arch(device) == 90
+    per_sm = PER_SM
     if deep:
-        m, n, warps, stages = DEEP_TILE
+        (m, n, warps, stages), per_sm = next(form for most, form in DEEP_TILES.items() if group <= most)
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -238,7 +240,7 @@ def _plan(
     blocks = kv_heads * -(-group // m)
     pad = max(16, next_power_of_2(v_dim))
     common = {"LSE": lse is not None, "PDL": on, "launch_pdl": on}
-    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else DEEP_PER_SM if deep else PER_SM
+    each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else per_sm
     heads = next_power_of_2(min(group, m))
     wide = heads * pad
     once = TOGETHER // wide if deep else 0

@@ -292,8 +292,8 @@ def decode_attention_hopper_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
-    chunk, request, before, falls = find_own(
-        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS
+    chunk, request, before, c, falls = find_own(
+        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS, False
     )
     if TOKENS:
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)

@@ -37,8 +37,10 @@ DECODE = ((1, 4096, 1.42), (1, 32768, 1.15), (16, 4096, 1.11), (64, 4096, 1.08),
 """(bs, keys each, what of contiguous SDPA's time FA3 takes there: ours must take no more)."""
 EXTEND = ((1, 4096, 0), (4, 1024, 4096), (8, 256, 1024))
 """(bs, new tokens each, prefix each)."""
-SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5, 100))
+SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5, 100), (512, 4, 200))
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
+MANY = ((64, 128), (256, 128), (300, 101), (512, 512), (1024, 256))
+"""(bs, keys each): decode of many short requests."""
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))
 """The same, of few requests with few tokens behind many: drafts to verify, a turn of a conversation."""
 OVER_FP8 = (
@@ -49,12 +51,13 @@ OVER_FP8 = (
 FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 8192), (32, 1024))
 """(bs, keys each)."""
 BEYOND = (
-    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE),
+    *((HEADS, torch.bfloat16, *case) for case in MANY),
+    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY),
     (HEADS, torch.float8_e5m2, 64, 4096),
     *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
     *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
 )
-"""Heads, the cache's dtype, bs, keys each: decode over fp8, and with eight query heads a group."""
+"""Heads, the cache's dtype, bs, keys each: decode of short requests, over fp8, and with eight query heads a group."""
 HOPPER = (
     ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)),
     ((64, 8, 64, 64), *EXTEND[::2]),

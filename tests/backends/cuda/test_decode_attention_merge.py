@@ -26,7 +26,7 @@ LONG = {"bs": 3, "longest": 1500, "lengths": "full", "slots": 4800, "kv_heads": 
 
 @triton.jit
 def chunk_kernel(indptr, to, nnz, bs, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    chunk, _, _ = find(indptr, tl.arange(0, BLOCK), 0, nnz, bs, programs, 0, 128, 0, False)
+    chunk, _, _, _ = find(indptr, tl.arange(0, BLOCK), 0, nnz, bs, programs, 0, 128, 0, False)
     tl.store(to, chunk)
 
 
@@ -38,13 +38,24 @@ def found_kernel(  # type: ignore[no-untyped-def]
     """What each part of the only request finds, of 20 programs."""
     c = tl.program_id(0)
     if ONE:
-        chunk, request, before = find_one(indptr, c, nnz, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
+        chunk, request, before, part = find_one(indptr, c, nnz, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
     else:
         each = tl.arange(0, 32)
-        chunk, request, before = find(indptr, each, c, nnz, 1, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
-    tl.store(to + 3 * c, chunk)
-    tl.store(to + 3 * c + 1, request)
-    tl.store(to + 3 * c + 2, tl.where(request < 1, before, 0))
+        chunk, request, before, part = find(indptr, each, c, nnz, 1, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
+    tl.store(to + 4 * c, chunk)
+    tl.store(to + 4 * c + 1, request)
+    tl.store(to + 4 * c + 2, tl.where(request < 1, before, 0))
+    tl.store(to + 4 * c + 3, tl.where(request < 1, part, 0))
+
+
+@triton.jit
+def parts_kernel(indptr, to, nnz, bs, programs, window, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = tl.program_id(0)
+    chunk, request, before, part = find(indptr, tl.arange(0, 16), c, nnz, bs, programs, window, 16, 0, WINDOW)
+    tl.store(to + 4 * c, chunk)
+    tl.store(to + 4 * c + 1, request)
+    tl.store(to + 4 * c + 2, before)
+    tl.store(to + 4 * c + 3, part)
 
 
 @pytest.fixture
@@ -53,7 +64,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     from hal.backends.cuda import decode_attention as module
 
     module._plans.clear()
-    for name, value in {"DEEP_PER_SM": 1, "SHORTEST": 16, "TOGETHER": 3 * 8 * 32, "AT_ONCE": 2 * 8 * 32}.items():
+    deep = {most: (tile, 1) for most, (tile, _) in module.DEEP_TILES.items()}
+    for name, value in {"DEEP_TILES": deep, "SHORTEST": 16, "TOGETHER": 3 * 8 * 32, "AT_ONCE": 2 * 8 * 32}.items():
         monkeypatch.setattr(module, name, value)
     yield module
     module._plans.clear()
@@ -122,10 +134,36 @@ def test_equal_requests_are_parts_that_run_at_once(bs: int) -> None:
 def test_one_request_finds_what_one_of_many_does(begin: int, end: int, window: int, longer: int) -> None:
     indptr = torch.tensor([begin, end], dtype=torch.int32, device="cpu")
     form = {"SHORTEST": 64, "FEW_PARTS": 8, "WINDOW": window > 0, "LONGER": longer}
-    found = [torch.zeros(21, 3, dtype=torch.int32, device="cpu") for _ in range(2)]
+    found = [torch.zeros(21, 4, dtype=torch.int32, device="cpu") for _ in range(2)]
     for one in range(2):
         found_kernel[(21,)](indptr, found[one], 100_000, window, **form, ONE=bool(one))
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("bs", [1, 2, 7, 16, 17, 40])
+def test_each_part_has_one_program(bs: int, window: int) -> None:
+    """By one look at all requests, and by more, where some are long, some empty, some end before they begin."""
+    g = torch.Generator().manual_seed(bs)
+    lengths = torch.randint(0, 40, (bs,), generator=g)
+    lengths[torch.randint(0, bs, (1 + bs // 6,), generator=g)] = 700
+    lengths[bs // 2] = -5 if bs > 2 else 300
+    indptr = torch.cat([torch.tensor([9]), 9 + lengths.cumsum(0)]).int()
+    programs = 12
+    found = torch.zeros(bs + programs, 4, dtype=torch.int32, device="cpu")
+    parts_kernel[(bs + programs,)](indptr, found, int(indptr.max()), bs, programs, window, WINDOW=window > 0)
+    seen = [min(n, window + 1) if window else n for n in lengths.clamp(0).tolist()]
+    chunk = int(found[0, 0])
+    assert (found[:, 0] == chunk).all()
+    parts = [max(1, -(-n // chunk)) for n in seen]
+    want = {(r, sum(parts[:r]), sum(parts[:r]) + i) for r, many in enumerate(parts) for i in range(many)}
+    # Where a request is one part, nobody asks how many are before it: its own number is one as good as another.
+    alone = {r for r, many in enumerate(parts) if many == 1}
+    some = [tuple(row[1:]) for row in found.tolist() if row[1] < bs]
+    assert len(some) == len(want)
+    assert {row for row in some if row[0] not in alone} == {row for row in want if row[0] not in alone}
+    assert [row for row in some if row[0] in alone] == [(r, r, r) for r in sorted(alone)]
 
 
 @pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
@@ -134,7 +172,7 @@ def test_few_parts_are_shorter_than_many() -> None:
 
     def keys_of_a_part(keys: int) -> int:
         indptr = torch.tensor([0, keys], dtype=torch.int32, device="cpu")
-        found = torch.zeros(1, 3, dtype=torch.int32, device="cpu")
+        found = torch.zeros(1, 4, dtype=torch.int32, device="cpu")
         form = {"SHORTEST": 64, "FEW_PARTS": 8, "WINDOW": False, "LONGER": 0}
         found_kernel[(1,)](indptr, found, keys, 0, **form, ONE=True)
         return int(found[0, 0])

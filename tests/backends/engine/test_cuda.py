@@ -62,8 +62,12 @@ SAMPLES = [(op, sample) for op in BUILTIN for sample in samples(op)]
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, each program of a grid takes its time, whether it finds work or not: 4 of them, of 16 processors."""
     if INTERPRETED and not CUDA:
-        for name in ("PER_SM", "DEEP_PER_SM"):
-            monkeypatch.setattr(f"hal.backends.cuda.decode_attention.{name}", Fraction(1, 4))
+        from hal.backends.cuda import decode_attention
+
+        few = Fraction(1, 4)
+        monkeypatch.setattr(decode_attention, "PER_SM", few)
+        deep = {most: (tile, few) for most, (tile, _) in decode_attention.DEEP_TILES.items()}
+        monkeypatch.setattr(decode_attention, "DEEP_TILES", deep)
 
 
 def target_of(op: str) -> DirectTarget:
