@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -67,7 +66,7 @@ def about(shape: str, dtype: str, *distributions: str) -> dict[str, Any]:
     it = machine("cuda" if has_gpu() else "cpu")
     return {
         "date": it["date"],
-        "commit": os.environ.get("GIT_COMMIT") or it["commit"],
+        "commit": it["commit"],
         "shape": shape,
         "dtype": dtype,
         "device": it["device"],

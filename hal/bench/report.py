@@ -61,6 +61,10 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
+    """Of this checkout; where it is a copy without one of its own, what ``GIT_COMMIT`` says."""
+    if named := os.environ.get("GIT_COMMIT"):
+        return named
+
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -56,6 +56,11 @@ def test_a_run_of_many_tables_has_a_short_name(
     assert "2.00 x" in shown
 
 
+def test_a_copy_without_a_history_says_of_which_commit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_COMMIT", "abc1234")
+    assert report.machine("cpu")["commit"] == "abc1234"
+
+
 def test_tables_show_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["assign_extend_cache_locs"], quick=True) == 0
     shown = capsys.readouterr().out

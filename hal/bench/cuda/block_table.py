@@ -72,9 +72,11 @@ def decode_by_blocks_kernel(
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
     if bs <= FEW:
-        chunk, request, before = find(kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, 0, SHORTEST, FEW_PARTS, False)
+        chunk, request, before, c = find(
+            kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, 0, SHORTEST, FEW_PARTS, False
+        )
     else:
-        chunk, request, before = find(
+        chunk, request, before, c = find(
             kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, 0, SHORTEST, FEW_PARTS, False
         )
     if request < bs:

@@ -78,7 +78,7 @@ def test_decode_attention_s_tile_on_hopper(change: dict[str, Any], deep: bool) -
         with inspect.record(arch) as calls:
             inspect.launcher("decode_attention")(**ops.get_spec("decode_attention").make(**{**HEADS, **change}))
         names = [bound.kernel.name for bound, _ in calls]
-        assert (calls[0][0].static["STAGES"] == 4) == (deep and arch == 90)
+        assert calls[0][0].static["AHEAD"] == (deep and arch == 90)
         assert ("merge_kernel" not in names) == (deep and arch == 90)
 
 
