@@ -150,6 +150,40 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
     assert "of the norm away" in fp8["failed"]["vllm fa3, fp8 queries"]
 
 
+class FlashInfer:
+    """Stands in for ``flashinfer``, of decode."""
+
+    class BatchDecodeWithPagedKVCacheWrapper:
+        def __init__(self, scratch: torch.Tensor, layout: str, **form: Any) -> None:
+            assert layout == "NHD"
+
+        def plan(
+            self, indptr: torch.Tensor, table: torch.Tensor, last: torch.Tensor, *heads: int, sm_scale: float, **of: Any
+        ) -> None:
+            self.indptr, self.table, self.last, self.scale = indptr, table, last, sm_scale
+
+        def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+            page = caches[0].shape[1]
+            for i, last in enumerate(self.last.tolist()):
+                pages = self.table[int(self.indptr[i]) : int(self.indptr[i + 1])].long()
+                k, v = (c.float()[pages].flatten(0, 1)[: (len(pages) - 1) * page + last] for c in caches)
+                p = torch.softmax(torch.einsum("hd,jgd->hj", q[i].float(), k) * self.scale, -1)
+                out[i] = torch.einsum("hj,jgd->hd", p, v).to(out.dtype)
+            return out
+
+
+def test_requests_that_differ_are_each_of_their_own_keys(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3)
+    monkeypatch.setattr("hal.bench.peers.flashinfer", lambda: FlashInfer)
+    monkeypatch.setattr(attention, "DECODE", ())
+    monkeypatch.setattr(attention, "BEYOND", (((2, 1, 16), torch.bfloat16, 4, ((1, 7), (1, 40), (2, 16))),))
+    (row,) = tables["decode_attention"](False)
+    assert row["keys"] == "1 x 7, 1 x 40, 2 x 16"
+    assert "failed" not in row
+    assert set(row["headroom"]) == {bench.OURS, "vllm fa3", "flashinfer fa2"}
+    assert row["gbs"] == 2 * 79 * 16 * 2 / row["device_us"][bench.OURS] / 1e3
+
+
 class VllmFa3OfPrompts:
     """The same of keys one behind the other, each query head its own."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
 from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
+Keys = int | tuple[tuple[int, int], ...]
+"""Of each request; or (requests, keys of each), one run behind the other."""
 PAGE = 16
 HEADS = (32, 8, 128)
 """Llama-3-8B: query heads, key/value heads, head_dim."""
@@ -41,6 +44,13 @@ SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5,
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
 MANY = ((64, 128), (256, 128), (300, 101), (512, 512), (1024, 256))
 """(bs, keys each): decode of many short requests."""
+MIXED: tuple[tuple[int, Keys], ...] = (
+    (256, ((1, 8192), (255, 128))),
+    (256, ((255, 128), (1, 8192))),
+    (256, ((248, 128), (8, 2048))),
+    (128, ((32, 128), (32, 512), (32, 1024), (32, 4096))),
+)
+"""The same of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))
 """The same, of few requests with few tokens behind many: drafts to verify, a turn of a conversation."""
 OVER_FP8 = (
@@ -51,13 +61,14 @@ OVER_FP8 = (
 FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 8192), (32, 1024))
 """(bs, keys each)."""
 BEYOND = (
-    *((HEADS, torch.bfloat16, *case) for case in MANY),
-    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY),
+    *((HEADS, torch.bfloat16, *case) for case in MANY + MIXED),
+    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY + MIXED),
     (HEADS, torch.float8_e5m2, 64, 4096),
     *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
     *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
 )
-"""Heads, the cache's dtype, bs, keys each: decode of short requests, over fp8, and with eight query heads a group."""
+"""Heads, the cache's dtype, bs, keys each: decode of short requests and of ones that differ, over fp8, and with eight
+query heads a group."""
 HOPPER = (
     ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)),
     ((64, 8, 64, 64), *EXTEND[::2]),
@@ -80,7 +91,7 @@ class Inputs:
         self,
         bs: int,
         new: int,
-        keys: int,
+        keys: Keys,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
@@ -89,9 +100,11 @@ class Inputs:
     ) -> None:
         torch.manual_seed(seed)
         hq, hk, d, dv = self.heads = heads
-        pages = -(-keys // PAGE)
+        self.lens = lens_of(bs, keys)
+        self.keys = max(self.lens)
+        pages = -(-self.keys // PAGE)
         pool = max(bs * pages, LEAST_PAGES)
-        self.bs, self.new, self.keys, self.scale = bs, new, keys, d**-0.5
+        self.bs, self.new, self.scale = bs, new, d**-0.5
         self.q = torch.randn(bs * new, hq, d, device=inputs.DEVICE, dtype=dtype)
         self.k_cache, self.v_cache = (
             torch.randn(pool, PAGE, hk, x, device=inputs.DEVICE, dtype=dtype).to(cache or dtype) for x in (d, dv)
@@ -100,15 +113,16 @@ class Inputs:
         order = (torch.arange if in_order else torch.randperm)(pool, device=inputs.DEVICE, dtype=torch.int64)
         self.table = order[: bs * pages].view(bs, pages).int()
         slots = self.table.view(bs, pages, 1) * PAGE + torch.arange(PAGE, device=inputs.DEVICE, dtype=torch.int32)
-        self.slots = slots.view(bs, -1)[:, :keys].contiguous().view(-1)
-        step = torch.arange(bs + 1, device=inputs.DEVICE, dtype=torch.int32)
-        self.kv_indptr, self.qo_indptr = step * keys, step * new
-        self.lens = torch.full((bs,), keys, device=inputs.DEVICE, dtype=torch.int32)
+        self.slots = torch.cat([mine[:n] for mine, n in zip(slots.view(bs, -1), self.lens, strict=True)])
+        self.starts = list(accumulate(self.lens, initial=0))
+        self.kv_indptr = torch.tensor(self.starts, device=inputs.DEVICE, dtype=torch.int32)
+        self.qo_indptr = torch.arange(bs + 1, device=inputs.DEVICE, dtype=torch.int32) * new
+        self.seqlens = torch.tensor(self.lens, device=inputs.DEVICE, dtype=torch.int32)
         self.out = torch.empty(bs * new, hq, dv, device=inputs.DEVICE, dtype=dtype)
         self.lse = torch.empty(bs * new, hq, device=inputs.DEVICE, dtype=torch.float32)
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
-        """k and v ``[bs, kv_heads, keys, head_dim]``."""
+        """k and v ``[bs, kv_heads, keys, head_dim]``, of requests that are alike."""
         found = [rows_at(c, self.slots) for c in (self.k_cache, self.v_cache)]
         k, v = (x.view(self.bs, self.keys, *x.shape[1:]).transpose(1, 2).contiguous() for x in found)
         return k, v
@@ -145,7 +159,7 @@ class Inputs:
                 q,
                 self.k_cache,
                 self.v_cache,
-                cache_seqlens=self.lens,
+                cache_seqlens=self.seqlens,
                 page_table=self.table,
                 softmax_scale=self.scale,
                 causal=True,
@@ -168,16 +182,17 @@ class Inputs:
         same = {"max_seqlen_q": self.new, "max_seqlen_k": self.keys, "cu_seqlens_q": self.qo_indptr, "causal": True}
         same |= {"num_splits": splits}
         plan = module.get_scheduler_metadata(
-            batch_size=self.bs, num_heads_q=hq, num_heads_kv=hk, headdim=d, cache_seqlens=self.lens, qkv_dtype=q.dtype,
-            page_size=PAGE, **same,
+            batch_size=self.bs, num_heads_q=hq, num_heads_kv=hk, headdim=d, cache_seqlens=self.seqlens,
+            qkv_dtype=q.dtype, page_size=PAGE, **same,
         )  # fmt: skip
         scales = {}
         if self.fp8:
             one = torch.ones(self.bs, hk, device=inputs.DEVICE, dtype=torch.float32)
             scales = {"q_descale": one, "k_descale": one, "v_descale": one}
         call = partial(
-            module.flash_attn_varlen_func, q, self.k_cache, self.v_cache, seqused_k=self.lens, block_table=self.table,
-            softmax_scale=self.scale, out=self.out, scheduler_metadata=plan, fa_version=3, **scales, **same,
+            module.flash_attn_varlen_func, q, self.k_cache, self.v_cache, seqused_k=self.seqlens,
+            block_table=self.table, softmax_scale=self.scale, out=self.out, scheduler_metadata=plan, fa_version=3,
+            **scales, **same,
         )  # fmt: skip
         return {FP8_QUERIES if self.fp8 else "vllm fa3": call}
 
@@ -188,9 +203,10 @@ class Inputs:
         if flashinfer is None or (self.fp8 and self.new > 1):
             return {}
         hq, hk, d, _ = self.heads
-        pages = -(-self.keys // PAGE)
-        indptr = _host.arange(self.bs + 1, dtype=torch.int32) * pages
-        last = _host.full((self.bs,), (self.keys - 1) % PAGE + 1, dtype=torch.int32)
+        pages = [-(-n // PAGE) for n in self.lens]
+        indptr = _host.tensor(list(accumulate(pages, initial=0)), dtype=torch.int32)
+        table = torch.cat([mine[:n] for mine, n in zip(self.table, pages, strict=True)])
+        last = _host.tensor([(n - 1) % PAGE + 1 for n in self.lens], dtype=torch.int32)
         same = {"sm_scale": self.scale, "q_data_type": self.q.dtype, "kv_data_type": self.k_cache.dtype}
         made: dict[str, Callable[[], Tensor]] = {}
         for backend in ("fa2",) if self.new == 1 else ("fa2", "fa3"):
@@ -199,12 +215,10 @@ class Inputs:
                 wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                     scratch, "NHD", use_tensor_cores=True, backend=backend
                 )
-                wrapper.plan(indptr, self.table.view(-1), last, hq, hk, d, PAGE, **same)
+                wrapper.plan(indptr, table, last, hq, hk, d, PAGE, **same)
             else:
                 wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend)
-                wrapper.plan(
-                    self.qo_indptr.cpu(), indptr, self.table.view(-1), last, hq, hk, d, PAGE, causal=True, **same
-                )
+                wrapper.plan(self.qo_indptr.cpu(), indptr, table, last, hq, hk, d, PAGE, causal=True, **same)
 
             def call(wrapper: Any = wrapper) -> Tensor:
                 found: Tensor = wrapper.run(self.q, (self.k_cache, self.v_cache), out=self.out)
@@ -226,9 +240,9 @@ class Inputs:
         return {"vllm fa3, contiguous": call}
 
     def sdpa(self) -> Callable[[], Tensor] | None:
-        """Its output has the heads before the tokens. None where torch's causal mask, which is aligned to the first
-        key, means something else."""
-        if self.fp8 or (self.new != 1 and self.new != self.keys):
+        """Its output has the heads before the tokens. None where requests differ, or torch's causal mask, which is
+        aligned to the first key, means something else."""
+        if self.fp8 or len(set(self.lens)) > 1 or (self.new != 1 and self.new != self.keys):
             return None
         k, v = self.contiguous()
         q = self.q.view(self.bs, self.new, *self.q.shape[1:]).transpose(1, 2).contiguous()
@@ -239,7 +253,7 @@ class Inputs:
         return call
 
     def check(self, out: Tensor) -> float:
-        """The largest error of the first and the last request's last tokens, in units of the bound.
+        """The largest error of the first and the last request's last tokens, and the longest's, in units of the bound.
 
         Raises:
             AssertionError: it is outside of the bound.
@@ -261,21 +275,26 @@ class Inputs:
 
     def _truths(self, q: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """(request, rows of q, what attention of these is in float64, its slack)."""
-        for i in sorted({0, self.bs - 1}):
-            mine = self.slots[i * self.keys : (i + 1) * self.keys]
+        for i in sorted({0, self.bs - 1, self.lens.index(self.keys)}):
+            mine = self.slots[self.starts[i] : self.starts[i + 1]]
             rows = torch.arange(
                 (i + 1) * self.new - min(self.new, 8), (i + 1) * self.new, device=inputs.DEVICE, dtype=torch.int64
             )
             k, v = (rows_at(c, mine) for c in (self.k_cache, self.v_cache))
-            position = self.keys - (i + 1) * self.new + rows
+            position = self.lens[i] - (i + 1) * self.new + rows
             yield i, rows, *truth_of(rows_at(q[:, None], rows), k, v, self.scale, position)
+
+
+def lens_of(bs: int, keys: Keys) -> list[int]:
+    """The keys of each request."""
+    return [keys] * bs if isinstance(keys, int) else [n for many, n in keys for _ in range(many)]
 
 
 def _attention_row(
     op: str,
     bs: int,
     new: int,
-    keys: int,
+    keys: Keys,
     rounds: int,
     heads: tuple[int, int, int],
     cache: torch.dtype,
@@ -294,8 +313,9 @@ def _attention_row(
         else:
             room[name] = sets[0].check(call())
 
-    work = bs * new * (keys - (new - 1) / 2)
-    per_graph = max(2, min(48, int(2e5 / max(1.0, bs * keys / 200 + work / 1e4))))
+    listed = sum(lens_of(bs, keys))
+    work = new * (listed - bs * (new - 1) / 2)
+    per_graph = max(2, min(48, int(2e5 / max(1.0, listed / 200 + work / 1e4))))
     row = time_row(
         {
             "op": op,
@@ -303,21 +323,21 @@ def _attention_row(
             "cache": str(cache).removeprefix("torch."),
             "bs": bs,
             "new": new,
-            "keys": keys,
+            "keys": keys if isinstance(keys, int) else ", ".join(f"{many} x {n}" for many, n in keys),
         },
         {n: partial(_in_turn, fns) for n, fns in impls.items()},
         len(sets),
         check,
         per_graph=per_graph,
         rounds=rounds,
-        host=300 if bs * keys <= 1 << 16 else 0,
+        host=300 if listed <= 1 << 16 else 0,
         host_of=(OURS,),
     )
     row["headroom"] = room
     if us := row.get("device_us", {}).get(OURS):
         q_heads, kv_heads, dim = heads
         row["ratio"] = {n: us / t for n, t in row["device_us"].items() if n != OURS}
-        row["gbs"] = 2 * bs * keys * kv_heads * dim * cache.itemsize / us / 1e3
+        row["gbs"] = 2 * listed * kv_heads * dim * cache.itemsize / us / 1e3
         row["tflops"] = 4 * work * q_heads * dim / us / 1e6
     return row if target is None else {**row, "target": target}
 
