@@ -44,11 +44,14 @@ SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5,
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
 MANY = ((64, 128), (256, 128), (300, 101), (512, 512), (1024, 256))
 """(bs, keys each): decode of many short requests."""
-MIXED: tuple[tuple[int, Keys], ...] = (
-    (256, ((1, 8192), (255, 128))),
-    (256, ((255, 128), (1, 8192))),
-    (256, ((248, 128), (8, 2048))),
-    (128, ((32, 128), (32, 512), (32, 1024), (32, 4096))),
+MIXED: tuple[tuple[int, Keys], ...] = tuple(
+    (sum(many for many, _ in runs), runs)
+    for runs in (
+        ((1, 8192), (255, 128)),
+        ((255, 128), (1, 8192)),
+        ((248, 128), (8, 2048)),
+        ((32, 128), (32, 512), (32, 1024), (32, 4096)),
+    )
 )
 """The same of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))

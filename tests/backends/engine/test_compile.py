@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 ASIDE = ("decode_attention", "past-one-block", 90)
 """Two warps, more requests than are looked at together: three numbers are put aside before the loop over keys, and
 taken back behind it."""
+ASIDE_BYTES = 16
 ARCHES = (80, 90, 100) if os.environ.get("CI_ALL") else (90,)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
@@ -47,7 +48,7 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
     rows = list(inspect.op(op, arch=arch, only=only))
     assert rows
     for row in rows:
-        assert row.spills == 0 or (op, row.case, arch) == ASIDE, row
+        assert row.spills <= (ASIDE_BYTES if (op, row.case, arch) == ASIDE else 0), row
 
 
 def test_what_is_put_aside_is_not_so_tile_after_tile(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_what_is_put_aside_is_not_so_tile_after_tile(tmp_path: Path) -> None:
     op, case, arch = ASIDE
     sample = next(s for s in get_spec(op).samples if s.name == case)
     cubins = [inspect.compile_call(call, arch).asm["cubin"] for call in inspect.calls(op, sample, arch)]
-    assert any(inspect.resources(cubin)[1] for cubin in cubins)
+    assert max(inspect.resources(cubin)[1] for cubin in cubins) == ASIDE_BYTES
     assert not [line for cubin in cubins for line in put_aside(cubin, tmp_path)]
 
 
