@@ -17,7 +17,7 @@ from hal.backends.cuda._attention import LN2, entry, lengths
 @triton.jit
 def find(
     kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, LONGER: tl.constexpr = 0, FIRST: tl.constexpr = True,
+    WINDOW: tl.constexpr, LONGER: tl.constexpr = 0, SPLIT_FIRST: tl.constexpr = True,
 ):  # fmt: skip
     """(how many keys a part has at most, the request that program c has a part of, or bs, the parts before that
     request's, which of all parts it is).
@@ -25,65 +25,127 @@ def find(
     A part has all keys divided by `programs`, so that parts <= programs + bs; up to twice as many, if then there are no
     more parts than `programs`, which run at once: a second wave for a few of them costs a whole one, and fewer that run
     at once hardly any time. Who looks at all requests at once keeps their lengths, and asks for each width beside the
-    others: until this is known, a program has nothing to fetch. So with FIRST the first parts are of the first
-    programs, one of each request: where that is all of its request, as of most where there are many, nobody needs to
-    know how many parts others have.
+    others: until this is known, a program has nothing to fetch. With SPLIT_FIRST the first programs have the parts of
+    requests that have several, which take longest (`_split_first`); where none has, as of many short ones, program c
+    has request c, and nothing more is to be looked for.
     """
     BLOCK: tl.constexpr = each.shape[0]
-    request = tl.cast(0, tl.int32)
-    before = tl.cast(0, tl.int32)
-    own = tl.cast(0, tl.int32)
+    least = 0
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
+        longest = n
+        if SPLIT_FIRST:
+            least = tl.min(tl.where(n < 0, 2**31 - 1, n))
         total = total_of(n, 1)
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
         if (bs > 1) & (bs < programs):
             most = wider(n, 1, most, programs)
-        chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-        if FIRST:
-            own = counts(seen(kv_indptr, c, nnz, bs, window, WINDOW), chunk)
-        if own != 1:
-            request, before, _ = _before(n, each, c, bs, own, chunk, 0, FIRST)
     else:
+        longest = each * 0
         total = tl.cast(0, tl.int64)
         for b in range(0, bs, 2 * BLOCK):  # two at a time, as each waits for memory, and for the sums of all lanes
             n = tl.maximum(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 0)
             more = tl.maximum(seen(kv_indptr, b + BLOCK + each, nnz, bs, window, WINDOW), 0)
             total += (tl.sum((n >> 16) + (more >> 16)).to(tl.int64) << 16) + tl.sum((n & 0xFFFF) + (more & 0xFFFF))
+            if SPLIT_FIRST:
+                longest = tl.maximum(longest, tl.maximum(n, more))
+        n = longest
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
-        chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
-        if FIRST:
-            own = counts(seen(kv_indptr, c, nnz, bs, window, WINDOW), chunk)
-        if own != 1:
-            base = tl.cast(0, tl.int32)
-            for b in range(0, bs, BLOCK):
-                n = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
-                requests, parts, every = _before(n, b + each, c, bs, own, chunk, base, FIRST)
-                request += requests
-                before += parts
-                base += every
-    part = c
-    if FIRST:
-        before += request
-        part = tl.where(own > 0, before, request + 1 + c - bs)
-        if own == 1:
-            request, before, part = c, c, c
+    chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
+    request, before, part = c, c, c
+    if SPLIT_FIRST:
+        if tl.max(longest) > chunk:
+            request, before, part = _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least, WINDOW)
+    else:
+        request, before, _ = _place(kv_indptr, n, each, c, nnz, bs, window, chunk, -1, 0, WINDOW, False)
     return chunk, request, before, part
 
 
 @triton.jit
-def _before(n, i, c, bs, own, chunk, base, FIRST: tl.constexpr):
-    """(how many of requests `i`, of n keys each, are before that of program c, their parts, those of all); with FIRST
-    parts but the first are counted. `own`: how many the program's own request has, where it is known by the number."""
+def _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least, WINDOW: tl.constexpr):
+    """(request, parts before, part) of program c where the first programs have all parts of requests that have several;
+    then comes a program for each request, of which those of one part are left.
+
+    Long parts begin first: nothing is left to run beside those that are still under way at the end. Parts of requests
+    that have several may be more than `programs`, which the grid has beside the requests; then these have most of the
+    keys, each request has a program for its first part, and other parts come last. `n`: lengths, if all are looked at
+    at once, of which `least` is the shortest.
+    """
+    BLOCK: tl.constexpr = each.shape[0]
+    some = 0
+    nth = c
+    turn = tl.cast(-1, tl.int32)
+    if least <= chunk:
+        split = tl.cast(0, tl.int32)
+        if bs <= BLOCK:
+            split = _parts_of_split(n, chunk)
+        else:
+            for b in range(0, bs, BLOCK):
+                split += _parts_of_split(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
+        turn = c - split
+        if split > programs:
+            some = 1
+            nth = c - bs
+            turn = tl.where(c < bs, c, -1)
+    own = 0
+    if turn >= 0:
+        own = counts(seen(kv_indptr, turn, nnz, bs, window, WINDOW), chunk)
+    request, before, part = turn, turn, turn
+    if (turn < 0) | ((own > 1) & (some > 0)):
+        request, before, held = _place(kv_indptr, n, each, nth, nnz, bs, window, chunk, turn, some, WINDOW, True)
+        part = before + tl.where(turn < 0, some + nth - held, 0)
+    elif own > 1:
+        request = bs
+    return request, before, part
+
+
+@triton.jit
+def _parts_of_split(n, chunk):
+    """The parts of those requests of n keys each that have several."""
     parts = counts(n, chunk)
-    if FIRST:
-        parts = tl.maximum(parts - 1, 0)
-    stop = base + tl.cumsum(parts, 0)
+    return tl.sum(tl.where(parts > 1, parts, 0))
+
+
+@triton.jit
+def _place(
+    kv_indptr, n, each, c, nnz, bs, window, chunk, turn, some, WINDOW: tl.constexpr, SPLIT_FIRST: tl.constexpr
+):  # fmt: skip
+    """(the request that part c is of, the parts of those before it, how many of these are counted by c). With
+    SPLIT_FIRST c counts parts of requests that have several, all but the first `some`; or, where `turn` is not below 0,
+    that is the request."""
+    BLOCK: tl.constexpr = each.shape[0]
+    if bs <= BLOCK:
+        request, before, held, _ = _before(n, each, c, bs, chunk, 0, turn, some, SPLIT_FIRST)
+    else:
+        request = tl.cast(0, tl.int32)
+        before = tl.cast(0, tl.int32)
+        held = tl.cast(0, tl.int32)
+        base = tl.cast(0, tl.int32)
+        for b in range(0, bs, BLOCK):
+            more = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
+            requests, parts, counted, every = _before(more, b + each, c, bs, chunk, base, turn, some, SPLIT_FIRST)
+            request += requests
+            before += parts
+            held += counted
+            base += every
+    return request, before, held
+
+
+@triton.jit
+def _before(n, i, c, bs, chunk, base, turn, some, SPLIT_FIRST: tl.constexpr):
+    """(how many of requests `i`, of n keys each, are before that of program c, their parts, those of them that c
+    counts, those that it counts of all)."""
+    parts = counts(n, chunk)
+    held = parts
+    if SPLIT_FIRST:
+        held = tl.where(parts > 1, parts - some, 0)
+    stop = base + tl.cumsum(held, 0)
     mine = stop <= c
-    if FIRST:
-        mine = tl.where(own > 0, i < c, stop <= c - bs)
+    if SPLIT_FIRST:
+        mine = tl.where(turn < 0, mine, i < turn)
     mine = mine & (i < bs)
-    return tl.sum(mine.to(tl.int32)), tl.sum(tl.where(mine, parts, 0)), tl.sum(parts)
+    counted = tl.where(mine, held, 0)
+    return tl.sum(mine.to(tl.int32)), tl.sum(tl.where(mine, parts, 0)), tl.sum(counted), tl.sum(held)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def _owner(qo_indptr, each, token, n, bs):
 @triton.jit
 def find_own(
     qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr,
+    LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SPLIT_FIRST: tl.constexpr,
 ):  # fmt: skip
     """What program c of a kernel that decodes is for, as `find` has it, without how many there are of all: a part of a
     tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once, where
@@ -117,11 +117,11 @@ def find_own(
         )
     elif bs <= few.shape[0]:
         chunk, request, before, part = _split.find(
-            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, FIRST
+            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, SPLIT_FIRST
         )
     else:
         chunk, request, before, part = _split.find(
-            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, FIRST
+            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, SPLIT_FIRST
         )
     return chunk, request, before, part, falls
 

@@ -29,10 +29,11 @@ from hal.triton.plans import COUNTERS, MOST, Counters, Plan, Scratch, Size, Step
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
-DEEP_TILES = {4: ((16, 64, 2, 2), 3), 16: ((16, 64, 4, 4), 2)}
-"""Up to how many query heads a key head: ((M, N, warps, stages) on Hopper, of 16-bit rows of 16, 32, 64 or 128
-elements; programs of it a multiprocessor that the keys are split for). Either three tiles of keys are under way, or
-more programs: while one of these looks for its keys, others' are. Two warps are too few to merge parts of more heads.
+DEEP_TILES = {(128, 4): ((16, 64, 2, 2), 3), (128, 16): ((16, 64, 4, 4), 2), (256, 16): ((16, 64, 4, 3), 1)}
+"""Up to what longer head_dim and how many query heads a key head: ((M, N, warps, stages) on Hopper, of 16-bit rows of
+16, 32, 64, 128 or 256 elements; programs of it a multiprocessor that the keys are split for). Either three tiles of
+keys are under way, or more programs: while one of these looks for its keys, others' are. Two warps are too few to merge
+parts of more heads. Rows of 256 leave room for one program of three tiles.
 """
 SHORTEST = 64
 """Keys that a part has at least; up to twice as many, where there would be more parts than `FEW_PARTS`."""
@@ -220,12 +221,14 @@ def _plan(
     on = pdl(device)
     fp8 = k_cache.dtype in FP8
     m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
-    deep = m == 16 and max(dim, v_dim) <= 128 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2
     d0, d1 = _attention.parts(dim)
-    deep = deep and not d1 and arch(device) == 90
     per_sm = PER_SM
-    if deep:
-        (m, n, warps, stages), per_sm = next(form for most, form in DEEP_TILES.items() if group <= most)
+    deep = None
+    if arch(device) == 90 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2 and not d1:
+        fitting = (form for (d, most), form in DEEP_TILES.items() if max(dim, v_dim) <= d and group <= most)
+        deep = next(fitting, None)
+    if deep is not None:
+        (m, n, warps, stages), per_sm = deep
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -243,7 +246,7 @@ def _plan(
     each = 1 if hopper else LANES[max(dim, v_dim)][1] if lanes else per_sm
     heads = next_power_of_2(min(group, m))
     wide = heads * pad
-    once = TOGETHER // wide if deep else 0
+    once = TOGETHER // wide if deep is not None else 0
     few = FEW_LATENT_PARTS if hopper and blocks == 1 else FEW_PARTS
     if not (hopper or lanes):
         few = min(few, FEW_MERGED // heads)
@@ -279,7 +282,7 @@ def _plan(
         run = decode_attention_kernel.bind(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared, STAGES=stages,
-            HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep,
+            HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep is not None,
             ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once,
         )  # fmt: skip
     sms = multiprocessors(device) if device >= 0 else 16

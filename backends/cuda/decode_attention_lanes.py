@@ -199,23 +199,9 @@ def decode_attention_lanes_kernel(
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
     chunk, request, before, c, falls = find_own(
-        qo_indptr,
-        kv_indptr,
-        few,
-        many,
-        c,
-        n,
-        nnz,
-        bs,
-        programs,
-        window,
-        SHORTEST,
-        FEW_PARTS,
-        LONGER,
-        WINDOW,
-        TOKENS,
-        True,
-    )
+        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, LONGER, WINDOW,
+        TOKENS, True
+    )  # fmt: skip
     if TOKENS:
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
 

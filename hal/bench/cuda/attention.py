@@ -50,6 +50,7 @@ MIXED: tuple[tuple[int, Keys], ...] = tuple(
         ((1, 8192), (255, 128)),
         ((255, 128), (1, 8192)),
         ((248, 128), (8, 2048)),
+        ((1, 2000), (400, 100)),
         ((32, 128), (32, 512), (32, 1024), (32, 4096)),
     )
 )
@@ -69,9 +70,10 @@ BEYOND = (
     (HEADS, torch.float8_e5m2, 64, 4096),
     *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
     *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
+    *(((16, 8, 256), torch.bfloat16, *case) for case in ((64, 4096), (16, 4096), (1, 4096), (1, 1024))),
 )
-"""Heads, the cache's dtype, bs, keys each: decode of short requests and of ones that differ, over fp8, and with eight
-query heads a group."""
+"""Heads, the cache's dtype, bs, keys each: decode of short requests and of ones that differ, over fp8, with eight query
+heads a group, and with heads of 256."""
 HOPPER = (
     ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)),
     ((64, 8, 64, 64), *EXTEND[::2]),

@@ -43,7 +43,7 @@ def found_kernel(  # type: ignore[no-untyped-def]
         each = tl.arange(0, 32)
         chunk, request, before, part = find(indptr, each, c, nnz, 1, 20, window, SHORTEST, FEW_PARTS, WINDOW, LONGER)
     tl.store(to + 4 * c, chunk)
-    tl.store(to + 4 * c + 1, request)
+    tl.store(to + 4 * c + 1, tl.minimum(request, 1))
     tl.store(to + 4 * c + 2, tl.where(request < 1, before, 0))
     tl.store(to + 4 * c + 3, tl.where(request < 1, part, 0))
 
@@ -140,15 +140,31 @@ def test_one_request_finds_what_one_of_many_does(begin: int, end: int, window: i
     assert torch.equal(*found)
 
 
-@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("window", [0, 90])
-@pytest.mark.parametrize("bs", [1, 2, 7, 16, 17, 40])
-def test_each_part_has_one_program(bs: int, window: int) -> None:
-    """By one look at all requests, and by more, where some are long, some empty, some end before they begin."""
+def _some_long(bs: int) -> torch.Tensor:
+    """Some long, some empty, some that end before they begin."""
     g = torch.Generator().manual_seed(bs)
     lengths = torch.randint(0, 40, (bs,), generator=g)
     lengths[torch.randint(0, bs, (1 + bs // 6,), generator=g)] = 700
     lengths[bs // 2] = -5 if bs > 2 else 300
+    return lengths
+
+
+BATCHES = {
+    **{f"{bs}-some-long": _some_long(bs) for bs in (1, 2, 7, 16, 17, 40)},
+    "alike": torch.full((14,), 100),
+    "all-short": torch.full((40,), 3),
+    "more-parts-than-programs": torch.tensor([1, 1, *[100] * 6, 2, *[100] * 5, 0, 1]),
+    "the-same-of-more-than-at-once": torch.tensor([1, 1, *[100] * 6, 2, *[100] * 5, *[0] * 8, 1]),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_each_part_has_one_program(batch: str, window: int) -> None:
+    """By one look at all requests, and by more; and parts of requests that have several come first, where they fit."""
+    lengths = BATCHES[batch]
+    bs = len(lengths)
     indptr = torch.cat([torch.tensor([9]), 9 + lengths.cumsum(0)]).int()
     programs = 12
     found = torch.zeros(bs + programs, 4, dtype=torch.int32, device="cpu")
@@ -158,12 +174,18 @@ def test_each_part_has_one_program(bs: int, window: int) -> None:
     assert (found[:, 0] == chunk).all()
     parts = [max(1, -(-n // chunk)) for n in seen]
     want = {(r, sum(parts[:r]), sum(parts[:r]) + i) for r, many in enumerate(parts) for i in range(many)}
-    # Where a request is one part, nobody asks how many are before it: its own number is one as good as another.
+    # Where a request is one part, nobody asks how many are before it: any number is as good as another.
     alone = {r for r, many in enumerate(parts) if many == 1}
     some = [tuple(row[1:]) for row in found.tolist() if row[1] < bs]
     assert len(some) == len(want)
     assert {row for row in some if row[0] not in alone} == {row for row in want if row[0] not in alone}
-    assert [row for row in some if row[0] in alone] == [(r, r, r) for r in sorted(alone)]
+    assert [row[0] for row in some if row[0] in alone] == sorted(alone)
+    assert all(before == part for r, before, part in some if r in alone)
+    split = sum(many for many in parts if many > 1)
+    if "programs" in batch or "same" in batch:
+        assert window or split > programs
+    if split <= programs:
+        assert not {r for r, _, _ in some[:split]} & alone
 
 
 @pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")

@@ -16,10 +16,9 @@ from engine.cases import OPS
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-ASIDE = ("decode_attention", "past-one-block", 90)
-"""Two warps, more requests than are looked at together: three numbers are put aside before the loop over keys, and
-taken back behind it."""
-ASIDE_BYTES = 16
+ASIDE = {("decode_attention", "past-one-block", 90): 8, ("decode_attention", "nan-in-one-request-fp16", 90): 16}
+"""Bytes of numbers that are put aside before the loop over keys, and taken back behind it: heads of 64 in two warps, of
+which the assembler makes 128 registers do."""
 ARCHES = (80, 90, 100) if os.environ.get("CI_ALL") else (90,)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
@@ -48,17 +47,17 @@ def test_compiles_without_spills(op: str, only: str, arch: int) -> None:
     rows = list(inspect.op(op, arch=arch, only=only))
     assert rows
     for row in rows:
-        assert row.spills <= (ASIDE_BYTES if (op, row.case, arch) == ASIDE else 0), row
+        assert row.spills <= ASIDE.get((op, row.case, arch), 0), row
 
 
-def test_what_is_put_aside_is_not_so_tile_after_tile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("op", "case", "arch"), ASIDE)
+def test_what_is_put_aside_is_not_so_tile_after_tile(op: str, case: str, arch: int, tmp_path: Path) -> None:
     from hal.backends.cuda import inspect
     from hal.ops import get_spec
 
-    op, case, arch = ASIDE
     sample = next(s for s in get_spec(op).samples if s.name == case)
     cubins = [inspect.compile_call(call, arch).asm["cubin"] for call in inspect.calls(op, sample, arch)]
-    assert max(inspect.resources(cubin)[1] for cubin in cubins) == ASIDE_BYTES
+    assert max(inspect.resources(cubin)[1] for cubin in cubins) == ASIDE[op, case, arch]
     assert not [line for cubin in cubins for line in put_aside(cubin, tmp_path)]
 
 
