@@ -17,9 +17,9 @@ def serialized(ptx: str, folder: Path) -> list[str]:
     return re.findall(r"\(C751\d\).*", done.stdout + done.stderr)
 
 
-def put_aside(cubin: bytes, folder: Path) -> list[str]:
+def put_aside(cubin: bytes, folder: Path, loops_with: str = "HGMMA|LDGSTS") -> list[str]:
     """Instructions that put registers aside in local memory, or take them back, within the innermost loops that
-    multiply (`HGMMA`) or copy to shared memory (`LDGSTS`): what a kernel does tile after tile of keys."""
+    multiply or copy to shared memory, or have others of these: what a kernel does tile after tile of keys."""
     from triton import knobs
 
     path = folder / "kernel.cubin"
@@ -36,7 +36,7 @@ def put_aside(cubin: bytes, folder: Path) -> list[str]:
     # A loop ends by a branch under a condition: what waits stands behind the code, and goes back to it without one.
     back = [(i, re.match(r"@\S+ +BRA\S* .*`\((\.L_x_\d+)\)", line)) for i, line in enumerate(code)]
     loops = [(labels[to[1]], i) for i, to in back if to and labels[to[1]] <= i]
-    loops = [(a, b) for a, b in loops if any("HGMMA" in line or "LDGSTS" in line for line in code[a : b + 1])]
+    loops = [(a, b) for a, b in loops if any(re.search(loops_with, line) for line in code[a : b + 1])]
     inner = [x for x in loops if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    assert inner, "no loop that multiplies or copies was found: does the listing look otherwise now?"
+    assert inner, f"no loop with {loops_with} was found: does the listing look otherwise now?"
     return [line for a, b in inner for line in code[a : b + 1] if re.search(r"\b(STL|LDL)\b", line)]
