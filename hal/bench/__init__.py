@@ -68,7 +68,10 @@ def _main(
     tables = tables_of(device)
     for name in names:
         if name not in tables:
-            raise HalError(f"hal: bench: no table {name!r} for {device}; there are {', '.join(tables)}")
+            hint = (
+                "; --json prints: to keep the run, `--json > FILE` or --save FOLDER" if name.endswith(".json") else ""
+            )
+            raise HalError(f"hal: bench: no table {name!r} for {device}; there are {', '.join(tables)}{hint}")
     if plot:
         check_plot(kind_of(device), names, Path(plot))
     with _progress.show(quiet=json) as bar:

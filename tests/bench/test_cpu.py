@@ -33,6 +33,13 @@ def test_a_run_is_json_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFi
         assert all(row["best"][n] <= row["wall_us"][n] for n in row["best"])
 
 
+def test_a_file_behind_json_is_told_how_to_be_written() -> None:
+    with pytest.raises(HalError, match=r"no table 'run.json' for cpu; there are .*--json > FILE` or --save FOLDER"):
+        bench.main(["get_last_loc", "run.json"], json=True)
+    with pytest.raises(HalError, match=r"no table 'nope' for cpu; there are [a-z_, ]+$"):
+        bench.main(["nope"])
+
+
 def test_a_run_of_many_tables_has_a_short_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
