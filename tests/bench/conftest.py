@@ -83,6 +83,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "EXTEND": ((2, 5, 12),),
             "SHORT": (),
             "FEW": (),
+            "MIXED_EXTEND": ((2, ((1, 40), (1, 9))),),
             "OVER_FP8": (((2, 1, 16), 2, 5, 12),),
             "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
             "PROMPTS": (((2, 2, 16, 32), (2, 5, 12)),),

@@ -26,8 +26,16 @@ from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
 from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
-Keys = int | tuple[tuple[int, int], ...]
-"""Of each request; or (requests, keys of each), one run behind the other."""
+Runs = tuple[tuple[int, int], ...]
+"""(requests, keys of each), one run behind the other."""
+Keys = int | Runs
+"""Of each request."""
+
+
+def requests(keys: Runs) -> int:
+    return sum(many for many, _ in keys)
+
+
 PAGE = 16
 HEADS = (32, 8, 128)
 """Llama-3-8B: query heads, key/value heads, head_dim."""
@@ -44,17 +52,18 @@ SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5,
 """The same, of many requests with few new tokens: chunks beside each other, hits of a prefix cache."""
 MANY = ((64, 128), (256, 128), (300, 101), (512, 512), (1024, 256))
 """(bs, keys each): decode of many short requests."""
-MIXED: tuple[tuple[int, Keys], ...] = tuple(
-    (sum(many for many, _ in runs), runs)
-    for runs in (
-        ((1, 8192), (255, 128)),
-        ((255, 128), (1, 8192)),
-        ((248, 128), (8, 2048)),
-        ((1, 2000), (400, 100)),
-        ((32, 128), (32, 512), (32, 1024), (32, 4096)),
-    )
+ONE_LONG = ((1, 8192), (255, 128))
+EVERY = ((32, 128), (32, 512), (32, 1024), (32, 4096))
+MIXED = (ONE_LONG, ONE_LONG[::-1], ((248, 128), (8, 2048)), ((1, 2000), (400, 100)), EVERY)
+"""Keys of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
+MIXED_EXTEND = (
+    *((4, keys) for keys in (ONE_LONG, ONE_LONG[::-1], ((31, 512), (1, 16384)), EVERY)),
+    (16, ((120, 128), (8, 2048))),
+    (64, ((1, 8192), (63, 512))),
+    (128, ((1, 16384), (31, 256))),
+    (256, ((28, 512), (4, 4096))),
 )
-"""The same of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
+"""(new tokens each, keys each with them) of such requests."""
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))
 """The same, of few requests with few tokens behind many: drafts to verify, a turn of a conversation."""
 OVER_FP8 = (
@@ -65,8 +74,10 @@ OVER_FP8 = (
 FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 8192), (32, 1024))
 """(bs, keys each)."""
 BEYOND = (
-    *((HEADS, torch.bfloat16, *case) for case in MANY + MIXED),
-    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY + MIXED),
+    *((HEADS, torch.bfloat16, *case) for case in MANY),
+    *((HEADS, torch.bfloat16, requests(keys), keys) for keys in MIXED),
+    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY),
+    *((HEADS, torch.float8_e4m3fn, requests(keys), keys) for keys in MIXED),
     (HEADS, torch.float8_e5m2, 64, 4096),
     *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
     *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
@@ -370,11 +381,15 @@ def decode_attention(quick: bool = False) -> list[Row]:
 
 
 def extend_attention(quick: bool = False) -> list[Row]:
-    """Rows: batch; then `OVER_FP8`."""
+    """Rows: batch; then `OVER_FP8`, and `MIXED_EXTEND` over either."""
     bf16 = EXTEND[-1:] if quick else EXTEND + SHORT + FEW
     some: list[tuple[Any, ...]] = [(HEADS, torch.bfloat16, *case) for case in bf16]
     some += [] if quick else [(heads, torch.float8_e4m3fn, *case) for heads, *case in OVER_FP8]
-    cases = [(heads, cache, bs, new, new + prefix, None) for heads, cache, bs, new, prefix in some]
+    cases: list[tuple[Any, ...]] = [
+        (heads, cache, bs, new, new + prefix, None) for heads, cache, bs, new, prefix in some
+    ]
+    for cache in () if quick else (torch.bfloat16, torch.float8_e4m3fn):
+        cases += [(HEADS, cache, requests(keys), new, keys, None) for new, keys in MIXED_EXTEND]
     return _attention_rows("extend_attention", 3 if quick else 15, cases)
 
 

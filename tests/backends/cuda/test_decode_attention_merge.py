@@ -153,9 +153,12 @@ BATCHES = {
     **{f"{bs}-some-long": _some_long(bs) for bs in (1, 2, 7, 16, 17, 40)},
     "alike": torch.full((14,), 100),
     "all-short": torch.full((40,), 3),
+}
+MORE_PARTS = {
     "more-parts-than-programs": torch.tensor([1, 1, *[100] * 6, 2, *[100] * 5, 0, 1]),
     "the-same-of-more-than-at-once": torch.tensor([1, 1, *[100] * 6, 2, *[100] * 5, *[0] * 8, 1]),
 }
+BATCHES |= MORE_PARTS
 
 
 @pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
@@ -182,7 +185,7 @@ def test_each_part_has_one_program(batch: str, window: int) -> None:
     assert [row[0] for row in some if row[0] in alone] == sorted(alone)
     assert all(before == part for r, before, part in some if r in alone)
     split = sum(many for many in parts if many > 1)
-    if "programs" in batch or "same" in batch:
+    if batch in MORE_PARTS:
         assert window or split > programs
     if split <= programs:
         assert not {r for r, _, _ in some[:split]} & alone

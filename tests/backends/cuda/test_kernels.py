@@ -60,17 +60,18 @@ HEADS = {"head_dim": 128, "kv_heads": 4, "q_heads": 32, "longest": 900, "slots":
 @pytest.mark.parametrize(
     ("change", "deep"),
     [
-        ({}, True),
-        ({"head_dim": 64, "q_heads": 4, "dtype": "fp16"}, True),
-        ({"q_heads": 68}, False),
-        ({"head_dim": 192}, False),
-        ({"dtype": "fp32"}, False),
-        ({"cache_dtype": "e4m3", "q_heads": 64}, False),
+        ({}, (4, 4)),
+        ({"head_dim": 64, "q_heads": 4, "dtype": "fp16"}, (2, 2)),
+        ({"head_dim": 256}, (4, 3)),
+        ({"q_heads": 68}, None),
+        ({"head_dim": 192}, None),
+        ({"dtype": "fp32"}, None),
+        ({"cache_dtype": "e4m3", "q_heads": 64}, None),
     ],
     ids=str,
 )
-def test_decode_attention_s_tile_on_hopper(change: dict[str, Any], deep: bool) -> None:
-    """With it one launch, else two; elsewhere always two."""
+def test_decode_attention_s_tile_on_hopper(change: dict[str, Any], deep: tuple[int, int] | None) -> None:
+    """With it, of so many warps and stages, one launch, else two; elsewhere always two."""
     from hal.backends.cuda import decode_attention, inspect
 
     for arch in (90, 80):
@@ -79,10 +80,10 @@ def test_decode_attention_s_tile_on_hopper(change: dict[str, Any], deep: bool) -
             inspect.launcher("decode_attention")(**ops.get_spec("decode_attention").make(**{**HEADS, **change}))
         names = [bound.kernel.name for bound, _ in calls]
         form = calls[0][0].static
-        assert form["AHEAD"] == (deep and arch == 90)
+        assert form["AHEAD"] == (deep is not None and arch == 90)
         if form["AHEAD"]:
-            assert (form["num_warps"], form["STAGES"]) == ((2, 2) if form["GROUP"] <= 4 else (4, 4))
-        assert ("merge_kernel" not in names) == (deep and arch == 90)
+            assert (form["num_warps"], form["STAGES"]) == deep
+        assert ("merge_kernel" not in names) == form["AHEAD"]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
