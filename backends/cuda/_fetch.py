@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from hal.backends.cuda import _attention
-from hal.backends.cuda._turns import find, find_part, tell
+from hal.backends.cuda._told import tell
+from hal.backends.cuda._turns import find, find_part, survey
 from hal.backends.cuda.decode_attention_lanes import E4M3, E5M2
 
 ROWS = gl.constexpr(64)
@@ -307,7 +308,7 @@ def fetch(
     strides, kc_head, vc_head, num_slots, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK: gl.constexpr, FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr,
-    UNIT: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr,
+    UNIT: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     """What the tiles of a program take, tile after tile (`_turns.py`)."""
     N: gl.constexpr = v_ring.shape[1]
@@ -319,6 +320,8 @@ def fetch(
     stage = 0
     free = 1
     done = 0
+    if not SPLIT:
+        found = survey(batch, split[1], TOKENS, BLOCK, FEW, LONG_FIRST)
     while item < items:
         if SPLIT:
             items, tile, lowest, low, high, begin, kv_head, line = find_part(
@@ -326,13 +329,16 @@ def fetch(
             )
             some = tile[1] > 0
         else:
-            items, tile, lowest, low, high, begin, kv_head = find(
-                item, batch, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW
-            )
-            line = None
+            items, tile, lowest, low, high, begin, kv_head, line = find(
+                item, batch, found, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW,
+                LONG_FIRST,
+            )  # fmt: skip
             some = item < items
         if some:
-            tell(turns, done, tile, lowest, low, high, line)
+            if SPLIT or LONG_FIRST:
+                tell(turns, done, tile, lowest, low, high, line)
+            else:
+                tell(turns, done, tile, lowest, low, high)
             k_base = k_cache + kv_head.to(gl.int64) * kc_head * UNIT
             v_base = v_cache + kv_head.to(gl.int64) * vc_head * UNIT
             columns = (kv_head * kc_head.to(gl.int32) * UNIT, kv_head * vc_head.to(gl.int32) * UNIT)

@@ -72,7 +72,7 @@ def _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least,
     at once, of which `least` is the shortest.
     """
     BLOCK: tl.constexpr = each.shape[0]
-    some = 0
+    apart = 0
     nth = c
     turn = tl.cast(-1, tl.int32)
     if least <= chunk:
@@ -84,16 +84,16 @@ def _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least,
                 split += _parts_of_split(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
         turn = c - split
         if split > programs:
-            some = 1
+            apart = 1
             nth = c - bs
             turn = tl.where(c < bs, c, -1)
     own = 0
     if turn >= 0:
         own = counts(seen(kv_indptr, turn, nnz, bs, window, WINDOW), chunk)
     request, before, part = turn, turn, turn
-    if (turn < 0) | ((own > 1) & (some > 0)):
-        request, before, held = _place(kv_indptr, n, each, nth, nnz, bs, window, chunk, turn, some, WINDOW, True)
-        part = before + tl.where(turn < 0, some + nth - held, 0)
+    if (turn < 0) | ((own > 1) & (apart > 0)):
+        request, before, held = _place(kv_indptr, n, each, nth, nnz, bs, window, chunk, turn, apart, WINDOW, True)
+        part = before + tl.where(turn < 0, apart + nth - held, 0)
     elif own > 1:
         request = bs
     return request, before, part
@@ -108,14 +108,14 @@ def _parts_of_split(n, chunk):
 
 @triton.jit
 def _place(
-    kv_indptr, n, each, c, nnz, bs, window, chunk, turn, some, WINDOW: tl.constexpr, SPLIT_FIRST: tl.constexpr
+    kv_indptr, n, each, c, nnz, bs, window, chunk, turn, apart, WINDOW: tl.constexpr, SPLIT_FIRST: tl.constexpr
 ):  # fmt: skip
     """(the request that part c is of, the parts of those before it, how many of these are counted by c). With
-    SPLIT_FIRST c counts parts of requests that have several, all but the first `some`; or, where `turn` is not below 0,
-    that is the request."""
+    SPLIT_FIRST c counts parts of requests that have several, all but the first `apart` of each; or, where `turn` is not
+    below 0, that is the request."""
     BLOCK: tl.constexpr = each.shape[0]
     if bs <= BLOCK:
-        request, before, held, _ = _before(n, each, c, bs, chunk, 0, turn, some, SPLIT_FIRST)
+        request, before, held, _ = _before(n, each, c, bs, chunk, 0, turn, apart, SPLIT_FIRST)
     else:
         request = tl.cast(0, tl.int32)
         before = tl.cast(0, tl.int32)
@@ -123,7 +123,7 @@ def _place(
         base = tl.cast(0, tl.int32)
         for b in range(0, bs, BLOCK):
             more = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
-            requests, parts, counted, every = _before(more, b + each, c, bs, chunk, base, turn, some, SPLIT_FIRST)
+            requests, parts, counted, every = _before(more, b + each, c, bs, chunk, base, turn, apart, SPLIT_FIRST)
             request += requests
             before += parts
             held += counted
@@ -132,13 +132,13 @@ def _place(
 
 
 @triton.jit
-def _before(n, i, c, bs, chunk, base, turn, some, SPLIT_FIRST: tl.constexpr):
+def _before(n, i, c, bs, chunk, base, turn, apart, SPLIT_FIRST: tl.constexpr):
     """(how many of requests `i`, of n keys each, are before that of program c, their parts, those of them that c
     counts, those that it counts of all)."""
     parts = counts(n, chunk)
     held = parts
     if SPLIT_FIRST:
-        held = tl.where(parts > 1, parts - some, 0)
+        held = tl.where(parts > 1, parts - apart, 0)
     stop = base + tl.cumsum(held, 0)
     mine = stop <= c
     if SPLIT_FIRST:

@@ -127,6 +127,23 @@ def find_own(
 
 
 @triton.jit
+def idle(qo_indptr, few, many, c, n, bs, programs, TOKENS: tl.constexpr):
+    """Whether program c has no part, by its number: there are more programs than tiles and parts, so that there is one
+    for each token where a request ends before it begins. To be told so takes half of what `find` does."""
+    none = c >= (n + (TOKENS - 1)) // TOKENS + bs + programs
+    if none:
+        falls = c * 0
+        if bs <= few.shape[0]:
+            _, falls = _tiles(qo_indptr, few, n, bs, TOKENS)
+        else:
+            for b in range(0, bs, many.shape[0]):
+                _, falling = _tiles(qo_indptr, b + many, n, bs, TOKENS)
+                falls |= falling
+        none = falls == 0
+    return none
+
+
+@triton.jit
 def part_of(
     qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS: tl.constexpr, CAUSAL: tl.constexpr,
     STEP: tl.constexpr,

@@ -17,7 +17,7 @@ from hal.triton.plans import MOST, Plan, Scratch, Size, Step, length
 
 MOST_SPLIT = 512
 """Up to so many tokens keys are split: more fill the device, and their parts would take memory."""
-MOST_LINES = 1 << 16
+MOST_LINES = 1 << 17
 """The same of keys and values apart, by lines of their parts: of few heads more tokens are split."""
 ROWS = 64
 """Of a tile."""
@@ -78,8 +78,8 @@ def taken(
         more |= {"FEW_HEADS": few_heads, "PAIRED": not few_heads}
     run = run.kernel.bind(**{**run.static, **more, "TOKENS": tokens})
     n, nnz, bs = length("q"), length("kv_indices"), length("qo_indptr") + -1
-    lines = (n.at_most(most) + programs).times(heads * tokens)
-    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `_tiles.note`
+    lines = n.at_most(n.per(tokens) + bs).at_most(most) + programs
+    part, sums = Scratch(Size()), Scratch(lines.times(heads * tokens * v_dim))  # behind the sums: `_tiles.note`
     steps = []
     forms = tuple(decode_attention.by_many(run, programs, k_cache.dtype in FP8, 0, most))
     for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
@@ -92,4 +92,5 @@ def taken(
         if parts > 1:  # with one program a kernel notes no parts
             merge = (part, sums, to, "lse", *row, n, programs)
             steps += _merge.steps(each, v_dim, merge, (), least, longest)
-    return Taken(tuple(steps), lines.times(v_dim + 1) + n.times(4), few)
+    size = lines.times(heads * tokens * v_dim) + (n.at_most(most) + programs).times(heads * tokens) + n.times(4)
+    return Taken(tuple(steps), size, few)

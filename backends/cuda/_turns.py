@@ -3,26 +3,36 @@
 
 As many programs as run at once share all tiles of all requests, the last first, which are the longest of a causal
 prompt: who has fetched a tile's rows takes the next by a counter, finds it while those are multiplied, and tells those
-who multiply. Where there are few tiles, and requests of many keys, these are in parts, each of which is a tile here
-(`find_part`), and another launch merges what is left of them.
+who multiply (`_told.py`). Where there are few tiles, and requests of many keys, these are in parts, each of which is a
+tile here (`find_part`), and another launch merges what is left of them. Where there are many, requests of far more keys
+than the mean are begun first, in parts that are merged by who is the last to leave one: else one program is still at
+such a tile when all others are done.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hal.backends.cuda import _attention, _tiles
 
 L2 = gl.constexpr(32 * 2**20)
 """Bytes of keys and values that programs may read at a time: of the 50 MB on the chip, most."""
-TOLD = gl.constexpr(8)
-"""Room for the numbers that are told of a tile. `turns` are those of two tiles, the barriers at which they are told,
-and those at which they are no more needed."""
-
 SHORTEST = gl.constexpr(256)
 """Keys that a part has at least."""
 WHOLE = gl.constexpr(1024)
 """No request is split if none has more keys: what is split takes another launch."""
+LONGER = gl.constexpr(2)
+"""A request of more than so many times the mean of keys is long, where requests differ."""
+BESIDE = gl.constexpr(256)
+"""As many keys take as long as what else there is to a tile."""
+MOST_LINES = gl.constexpr(3)
+"""Parts of tiles of long requests, for each tile of all key heads that runs at once; where they would be more, none is
+split."""
+PACKED = gl.constexpr(1024)
+"""More than there are lines, or parts of a tile: by which three of these are one number."""
+UNSPLIT = gl.constexpr(2**31 - 1)
+"""Keys that a part has at most, where a request is one."""
+MOST_ITEMS = gl.constexpr(2**30)
+"""Of more there is no memory for the queries."""
 
 entry = gluon.jit(_attention.entry.fn)
 find_tile = gluon.jit(_tiles.find.fn)
@@ -48,7 +58,7 @@ def _add(a, b):
 def _place(item, every, nnz, bs, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, ROW: gl.constexpr):
     """(how many items `every` tile is, block of heads of this one, its tile from the last): as many key heads at a time
     as the L2 holds the keys of, of a request of the mean length."""
-    items = gl.minimum(every * BLOCKS, 2**30).to(gl.int32)  # of more there is no memory for the queries
+    items = gl.minimum(every.to(gl.int64) * BLOCKS, MOST_ITEMS).to(gl.int32)
     block = item % BLOCKS
     turn = item // BLOCKS
     if nnz * (KV_HEADS * ROW) > bs.to(gl.int64) * L2:
@@ -63,95 +73,235 @@ def _place(item, every, nnz, bs, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, R
 
 
 @gluon.jit
+def _uniform(x):
+    """A number that all lanes have, so that the assembler knows it: after a branch by one that it does not know to be
+    the same, it takes what comes for divergent, and the loop that fetches then takes a third more instructions."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _count(many):
+    """Their sum, `_uniform`: one instruction makes it so of 32 numbers, which are one of each lane."""
+    total = gl.sum(many)
+    if many.shape[0] > 32:
+        total = _uniform(total)
+    return total
+
+
+@gluon.jit
+def _is_long(length, total, bs):
+    """Which requests are, of all keys."""
+    return length.to(gl.float32) * bs.to(gl.float32) > total.to(gl.float32) * LONGER
+
+
+@gluon.jit
+def _work(many, length):
+    """What tiles of requests take, in keys of one tile."""
+    return gl.sum(many.to(gl.float32) * (gl.maximum(length, 0) + BESIDE).to(gl.float32))
+
+
+@gluon.jit
+def _chunk(work, programs):
+    """Keys that a part has at most: three quarters of what each program does. As it is begun first, what is not more
+    does not end last; and it takes time to leave parts and to merge them."""
+    each = gl.minimum(0.75 * work / programs.to(gl.float32), 2.0**30)
+    return gl.maximum(each.to(gl.int32), SHORTEST)
+
+
+@gluon.jit
+def _parts_of(length, chunk):
+    return (gl.maximum(length, 1) - 1) // chunk + 1
+
+
+@gluon.jit
+def _part_of(c, nth, length, chunk):
+    """(which tile of its request it is, the part that it is of that: `unpacked`, or -1) of the c-th part of long
+    requests' tiles, the nth of its own request's; below 0, of a tile of one that is not long."""
+    parts = gl.where(c >= 0, _parts_of(length, chunk), 1)
+    part = -1
+    if parts > 1:
+        part = (c + PACKED * (nth % parts + PACKED * parts)).to(gl.int32)
+        nth = nth // parts
+    return nth, part
+
+
+@gluon.jit
+def unpacked(part):
+    """(the line of it, which part of its tile it is, how many these are, on lines side by side)."""
+    return part % PACKED, part // PACKED % PACKED, part // (PACKED * PACKED)
+
+
+@gluon.constexpr_function
+def _most(BLOCK):
+    """Tiles that n tokens are fewer than, where those of BLOCK requests, whatever these are said to begin at, are
+    counted in int32 together with the requests."""
+    return 2**29 // BLOCK**2
+
+
+@gluon.jit
+def _fit(n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+    return (bs <= BLOCK) & (n // TOKENS < _most(BLOCK))
+
+
+@gluon.jit
+def _requests(first, BLOCK: gl.constexpr):
+    return first + gl.arange(0, BLOCK, _each(BLOCK))
+
+
+@gluon.jit
+def _tiles_of(qo_indptr, i, n, bs, TOKENS: gl.constexpr):
+    """How many each request has."""
+    return (lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS
+
+
+@gluon.jit
+def _survey_at_once(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr):
+    """As `survey`, of requests that `_fit` BLOCK."""
+    qo_indptr, kv_indptr, n, nnz, bs = batch
+    i = _requests(0, BLOCK)
+    many = _tiles_of(qo_indptr, i, n, bs, TOKENS)
+    every = _count(many)
+    early = every
+    chunk = every * 0 + UNSPLIT
+    if LONG_FIRST:
+        length = lengths(kv_indptr, i, i < bs, nnz)
+        tiles = gl.where(_is_long(length, entry(kv_indptr, bs, nnz), bs), many, 0)
+        longs = _count(tiles)
+        if longs > 0:
+            early -= longs
+            split = _uniform(_chunk(_work(many, length), programs))
+            parts = _parts_of(length, split)
+            lines = _count(gl.minimum(tiles, PACKED) * gl.minimum(parts, PACKED))
+            if lines <= programs * MOST_LINES:
+                every = early + lines
+                chunk = split
+    return every, early, chunk
+
+
+@gluon.jit
+def survey(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, LONG_FIRST: gl.constexpr):
+    """Once for all tiles: (how many there are, from which of them on are those of long requests, or parts of them, how
+    many keys a part has at most)."""
+    n = batch[2]
+    bs = batch[4]
+    if _fit(n, bs, TOKENS, FEW):
+        every, early, chunk = _survey_at_once(batch, programs, TOKENS, FEW, LONG_FIRST)
+    elif _fit(n, bs, TOKENS, BLOCK):
+        every, early, chunk = _survey_at_once(batch, programs, TOKENS, BLOCK, LONG_FIRST)
+    elif _fit(n, bs, TOKENS, 2 * BLOCK):
+        every, early, chunk = _survey_at_once(batch, programs, TOKENS, 2 * BLOCK, LONG_FIRST)
+    else:
+        total = n * 0
+        for b in range(0, bs, 2 * BLOCK):
+            total += gl.sum(_tiles_of(batch[0], _requests(b, 2 * BLOCK), n, bs, TOKENS).to(gl.int64))
+        every = _uniform(gl.minimum(total, MOST_ITEMS).to(gl.int32))
+        early = every
+        chunk = every * 0 + UNSPLIT
+    return every, early, chunk
+
+
+@gluon.jit
+def _find_at_once(c, batch, found, TOKENS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr):
+    """As `_find`, of requests that `_fit` BLOCK."""
+    qo_indptr, kv_indptr, n, nnz, bs = batch
+    every, early, chunk = found
+    PAIR: gl.constexpr = 2 * BLOCK
+    ONCE: gl.constexpr = BLOCK <= 32  # then to count takes less than to ask again
+    i = _requests(0, BLOCK)
+    many = _tiles_of(qo_indptr, i, n, bs, TOKENS)
+    if ONCE:
+        first, news = _starts(qo_indptr, i, i < bs, n)
+        begin, length = _starts(kv_indptr, i, i < bs, nnz)
+    if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
+        if early < every:
+            keys = lengths(kv_indptr, i, i < bs, nnz)
+            long = _is_long(keys, entry(kv_indptr, bs, nnz), bs)
+            which = c >= early
+            many = gl.where(long == which, many * gl.where(which, _parts_of(keys, chunk), 1), 0)
+            c = gl.where(which, c - early, c)
+    upto = gl.associative_scan(many, 0, _add)
+    if ONCE:
+        mine = (upto > c) & (upto - many <= c)
+        nth = c - _count(gl.where(mine, upto - many, 0))
+        first = _count(gl.where(mine, first, 0))
+        news = _count(gl.where(mine, news, 0))
+        begin = _count(gl.where(mine, begin, 0))
+        length = _count(gl.where(mine, length, 0))
+    else:
+        # Two numbers are counted as one, since it is to count that takes longest.
+        both = _count(gl.where(upto <= c, many * PAIR + 1, 0))
+        nth = c - both // PAIR
+        first, news, begin, length = _ends(batch, both % PAIR)
+    return nth, first, news, begin, length
+
+
+@gluon.jit
+def _ends(batch, request):
+    """(where a request's tokens start, how many, where its entries start, how many)."""
+    qo_indptr, kv_indptr, n, nnz, _ = batch
+    first = entry(qo_indptr, request, n).to(gl.int32)
+    news = entry(qo_indptr, request + 1, n).to(gl.int32) - first
+    begin = entry(kv_indptr, request, nnz).to(gl.int32)
+    return first, news, begin, entry(kv_indptr, request + 1, nnz).to(gl.int32) - begin
+
+
+@gluon.jit
 def _starts(indptr, i, there, size):
     """(where each request starts, how many it has), int32."""
-    start = within(gl.load(indptr + i, there, other=0), size)
-    return start, within(gl.load(indptr + i + 1, there, other=0), size) - start
+    start = within(gl.load(indptr + i, there, other=0), size).to(gl.int32)
+    return start, within(gl.load(indptr + i + 1, there, other=0), size).to(gl.int32) - start
 
 
 @gluon.jit
-def _find_at_once(
-    item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
-    BLOCK: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
-    """As `_find`, of no more than BLOCK requests: all that is asked of them is asked together, and counted in int32."""
-    i = gl.arange(0, BLOCK, _each(BLOCK))
-    there = i < bs
-    first, news = _starts(qo_indptr, i, there, n)
-    begin, length = _starts(kv_indptr, i, there, nnz)
-    many = (gl.maximum(news, 0) + (TOKENS - 1)) // TOKENS
-    upto = gl.associative_scan(many, 0, _add)
-    every = gl.sum(many)
-    items, block, turn = _place(item, every.to(gl.int64), nnz, bs, KV_HEADS, BLOCKS, ROW)
-    c = every - 1 - turn
-    mine = (upto > c) & (upto - many <= c)
-    before = gl.sum(gl.where(mine, upto - many, 0))
-    first = gl.sum(gl.where(mine, first, 0))
-    news = gl.sum(gl.where(mine, news, 0))
-    begin = gl.sum(gl.where(mine, begin, 0))
-    length = gl.sum(gl.where(mine, length, 0))
-    return items, block, (c - before).to(gl.int64), first, news, begin, length
-
-
-@gluon.jit
-def _tiles_of(qo_indptr, b, n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
-    """(how many tiles, whether there is such a request) of BLOCK requests from b on."""
-    i = b + gl.arange(0, BLOCK, _each(BLOCK))
-    return ((lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS).to(gl.int64), i < bs
-
-
-@gluon.jit
-def _find(
-    item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
-    BLOCK: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
-    """Of an item: (how many there are, block of heads, which of its request's tiles it is, where the request's tokens
-    start, how many, where its entries start, how many)."""
-    zero = gl.to_tensor(0).to(gl.int64)
-    every, request = zero, zero
+def _find(c, batch, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+    """Of tile c: (which of its request's tiles, or parts of them, it is, where the request's tokens start, how many,
+    where its entries start, how many)."""
+    n = batch[2]
+    bs = batch[4]
+    request = c * 0
     for b in range(0, bs, BLOCK):
-        many, there = _tiles_of(qo_indptr, b, n, bs, TOKENS, BLOCK)
-        every += gl.sum(many)
-    items, block, turn = _place(item, every, nnz, bs, KV_HEADS, BLOCKS, ROW)
-    nth = every - 1 - turn
-    for b in range(0, bs, BLOCK):
-        many, there = _tiles_of(qo_indptr, b, n, bs, TOKENS, BLOCK)
+        i = _requests(b, BLOCK)
+        many = _tiles_of(batch[0], i, n, bs, TOKENS).to(gl.int64)
         # Those before the one that is looked for, if all up to here are.
-        before = (gl.associative_scan(many, 0, _add) <= nth) & there & (request == b)
-        request += gl.sum(before.to(gl.int64))
-        nth -= gl.sum(gl.where(before, many, 0))
-    first = entry(qo_indptr, request, n)
-    begin = entry(kv_indptr, request, nnz)
-    news = entry(qo_indptr, request + 1, n) - first
-    length = entry(kv_indptr, request + 1, nnz) - begin
-    return items, block, nth, first, news, begin, length
+        before = (gl.associative_scan(many, 0, _add) <= c) & (i < bs) & (request == b)
+        request += gl.sum(before.to(gl.int32))
+        c -= gl.sum(gl.where(before, many, 0)).to(gl.int32)
+    first, news, begin, length = _ends(batch, request)
+    return c, first, news, begin, length
 
 
 @gluon.jit
 def find(
-    item, batch, window, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    item, batch, found, window, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
     TOKENS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
-    FEW: gl.constexpr, ROW: gl.constexpr,
+    FEW: gl.constexpr, ROW: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Of an item: (how many there are, (first token, tokens, query head, heads), position of the first token, entries
-    from, entries to, where the request's entries start, key head)."""
-    qo_indptr, kv_indptr, n, nnz, bs = batch
+    """Of an item, where `survey` found so much: (how many there are, (first token, tokens, query head, heads), position
+    of the first token, entries from, entries to, where the request's entries start, key head, the part of a tile that
+    it is: `unpacked`, or -1)."""
+    n = batch[2]
+    nnz = batch[3]
+    bs = batch[4]
+    every, early, chunk = found
     KV_HEADS: gl.constexpr = Q_HEADS // GROUP
-    if (bs <= BLOCK) & (n // TOKENS < 2**31 // BLOCK - 1):  # so that int32 holds their tiles
-        if bs <= FEW:
-            items, block, nth, first, news, begin, length = _find_at_once(
-                item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS, BLOCKS, TOKENS, FEW, ROW
-            )
-        else:
-            items, block, nth, first, news, begin, length = _find_at_once(
-                item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS, BLOCKS, TOKENS, BLOCK, ROW
-            )
+    items, block, turn = _place(item, every, nnz, bs, KV_HEADS, BLOCKS, ROW)
+    c = every - 1 - turn
+    if _fit(n, bs, TOKENS, FEW):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, FEW, LONG_FIRST)
+    elif _fit(n, bs, TOKENS, BLOCK):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, BLOCK, LONG_FIRST)
+    elif _fit(n, bs, TOKENS, 2 * BLOCK):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, 2 * BLOCK, LONG_FIRST)
     else:
-        items, block, nth, first, news, begin, length = _find(
-            item, qo_indptr, kv_indptr, n, nnz, bs, KV_HEADS, BLOCKS, TOKENS, 2 * BLOCK, ROW
-        )
+        nth, first, news, begin, length = _find(c, batch, TOKENS, 2 * BLOCK)
+    part = item * 0 - 1
+    if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
+        if early < every:
+            nth, part = _part_of(c - early, nth, length, chunk)
     length = gl.maximum(length, 0)
-    token = (nth * TOKENS).to(gl.int32)
+    token = nth * TOKENS
     lowest = length - news + token
     low = 0
     high = length
@@ -159,6 +309,14 @@ def find(
         high = gl.minimum(length, gl.maximum(length - news + gl.minimum(token + TOKENS, news), 0))
     if WINDOW:
         low = gl.maximum(lowest - window, 0) // N * N
+    if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
+        # The first is known to be the same in all lanes.
+        if early < every:  # noqa: SIM102
+            if part >= 0:
+                _, mine, parts = unpacked(part)
+                own = (gl.maximum(high - 1, 0) // parts + N) // N * N
+                low = mine * own
+                high = gl.minimum(low + own, high)
     kv_head = block // (BLOCKS * GROUP // Q_HEADS)
     member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
     tile = (
@@ -167,7 +325,7 @@ def find(
         kv_head * GROUP + member,
         gl.minimum(GROUP - member, HEADS),
     )
-    return items, tile, lowest, low, high, begin, kv_head
+    return items, tile, lowest, low, high, begin, kv_head, part
 
 
 @gluon.jit
@@ -211,66 +369,3 @@ def find_part(
     member = block % (BLOCKS // KV_HEADS) * HEADS
     asked = (token, rows, kv_head * GROUP + member, gl.minimum(GROUP - member, HEADS))
     return every * BLOCKS, asked, sees - 1, low, high, begin, kv_head, line
-
-
-@gluon.jit
-def _put(turn, i: gl.constexpr, x):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    turn.slice(i, 1).store(gl.full([1], x, gl.int32, ONE))
-
-
-@gluon.jit
-def _get(turn, i: gl.constexpr):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(turn.slice(i, 1).load(ONE), 0)
-
-
-@gluon.jit
-def tell(turns, done, tile, lowest, low, high, line=None):
-    """The next tile after so many, to those who multiply; one of no tokens says that there is none."""
-    numbers, full, empty = turns
-    mbarrier.wait(empty.index(done & 1), (done >> 1 & 1) ^ 1)
-    mine = numbers.index(done & 1)
-    _put(mine, 0, tile[1])
-    _put(mine, 1, lowest)
-    _put(mine, 2, low)
-    _put(mine, 3, high)
-    _put(mine, 4, tile[0])
-    _put(mine, 5, tile[2])
-    _put(mine, 6, tile[3])
-    if line is not None:
-        _put(mine, 7, line)
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(done & 1))
-
-
-@gluon.jit
-def told(turns, done):
-    """(tokens, position of the first, entries from, entries to) of the next tile after so many."""
-    numbers, full, _ = turns
-    mbarrier.wait(full.index(done & 1), done >> 1 & 1)
-    mine = numbers.index(done & 1)
-    return _get(mine, 0), _get(mine, 1), _get(mine, 2), _get(mine, 3)
-
-
-@gluon.jit
-def tile_of(turns, done):
-    """(first token, tokens, query head, heads) of that tile: read where it is needed, for want of registers."""
-    numbers, _, _ = turns
-    mine = numbers.index(done & 1)
-    return _get(mine, 4), _get(mine, 0), _get(mine, 5), _get(mine, 6)
-
-
-@gluon.jit
-def line_of(turns, done):
-    """Of that tile: the line of parts that it is, or -1."""
-    numbers, _, _ = turns
-    return _get(numbers.index(done & 1), 7)
-
-
-@gluon.jit
-def forget(turns, done):
-    """A group needs no more of what it was told of that tile."""
-    _, _, empty = turns
-    gl.thread_barrier()
-    mbarrier.arrive(empty.index(done & 1))

@@ -33,7 +33,7 @@ DEEP_TILES = {(128, 4): ((16, 64, 2, 2), 3), (128, 16): ((16, 64, 4, 4), 2), (25
 """Up to what longer head_dim and how many query heads a key head: ((M, N, warps, stages) on Hopper, of 16-bit rows of
 16, 32, 64, 128 or 256 elements; programs of it a multiprocessor that the keys are split for). Either three tiles of
 keys are under way, or more programs: while one of these looks for its keys, others' are. Two warps are too few to merge
-parts of more heads. Rows of 256 leave room for one program of three tiles.
+parts of more heads. Rows of 256 leave room for one program, of two tiles.
 """
 SHORTEST = 64
 """Keys that a part has at least; up to twice as many, where there would be more parts than `FEW_PARTS`."""

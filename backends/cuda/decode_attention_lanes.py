@@ -29,6 +29,7 @@ without = gluon.jit(_attention.without.fn)
 keys_of = gluon.jit(_split.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 find_own = gluon.jit(_tiles.find_own.fn)
+idle = gluon.jit(_tiles.idle.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
 note_tile = gluon.jit(_tiles.note.fn)
 part_of = gluon.jit(_tiles.part_of.fn)
@@ -198,6 +199,10 @@ def decode_attention_lanes_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([1], [32], [W], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [W], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    if TOKENS:  # noqa: SIM102, what is known when it is compiled stands alone
+        if idle(qo_indptr, few, many, c, n, bs, programs, TOKENS):
+            note_none(qo_indptr, part_lse, False, c, n, bs, programs, LINES)
+            return
     chunk, request, before, c, falls = find_own(
         qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, LONGER, WINDOW,
         TOKENS, True

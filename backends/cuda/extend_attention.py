@@ -33,6 +33,8 @@ FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
 LONG = 2048
 """More listed keys may be split on Hopper."""
+ALIKE = 4
+"""Of so few requests none has far more keys than the mean."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
 """(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
 
@@ -315,6 +317,7 @@ def _plan(
         run = extend_attention_hopper_kernel.bind(
             **same,
             SPLIT=False,
+            LONG_FIRST=False,
             D=d0,
             REST=d1,
             MAP=n == 128 and k_page == 1 and v_page <= 1 and by_boxes(k_cache, v_cache, kc, vc),
@@ -356,22 +359,32 @@ def _own(
     parts = at_once // blocks
     if window or parts < 2:
         return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), Size(), returns)
-    # Where tiles do not fill the device, keys are split, if they are many.
+    from hal.backends.cuda._turns import MOST_LINES
+
+    # Where tiles do not fill the device, keys are split, if they are many; where they do, those of requests that have
+    # far more than others, of which there is none among few.
     n, v_dim, rows, few = length("q"), v_cache.shape[-1], q.shape[1] * tokens, parts * tokens // 2
-    lines = 5 * parts // 2 * rows  # of no more than parts / 2 whole tiles, a last one of each request, and the parts
+    fp8 = k_cache.dtype in FP8
+    # Of no more than parts / 2 whole tiles, a last one of each request, and the parts; or of long requests.
+    lines = MOST_LINES.value * parts * rows
     part, part_lse = Scratch(Size()), Scratch(Size(lines * v_dim))
     split = run.kernel.bind(**{**run.static, "SPLIT": True})
+    # Of heads of 256 over fp8 two registers more would be put aside in the loop.
+    long = run if fp8 and v_dim == 256 else run.kernel.bind(**{**run.static, "LONG_FIRST": True})
     little, much = ("kv_indices", -1, LONG), ("kv_indices", LONG, MOST)
+    full = (Size(few + 1).within(n) + Size(parts).within(bs)).at_most(1)
+    args_of_parts = (*args[:-3], part, part_lse, parts)
     steps = [
-        Step(run, programs, args, (("q", few, MOST), some)),
-        Step(run, programs, args, (("q", 0, few), ("qo_indptr", parts, MOST))),
-        Step(run, programs, args, (("q", 0, few), ("qo_indptr", 1, parts), little)),
-        Step(split, Size(at_once), (*args[:-3], part, part_lse, parts), (("q", 0, few), ("qo_indptr", 1, parts), much)),
+        Step(run, programs, args, (("q", 0, MOST), some, little)),
+        Step(run, programs.times(full), args, (("qo_indptr", 1, ALIKE + 1), much)),
+        Step(long, Size(at_once).times(full), args_of_parts, (("qo_indptr", ALIKE + 1, MOST), much)),
+        Step(split, Size(at_once), args_of_parts, (("q", 0, few), ("qo_indptr", 1, parts), much)),
         *_merge.steps(
             split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), -1, few
         ),
     ]
-    return Plan(tuple(steps), (n.at_most(few) + parts).times(rows) + n.times(4) + lines * v_dim, returns)
+    sums = ((n.at_most(few) + parts).times(rows) + n.times(4)).at_least(lines)
+    return Plan(tuple(steps), sums + lines * v_dim, returns)
 
 
 @plans

@@ -5,7 +5,7 @@ In Triton's own pipeline eight warps do everything in turn. Here the rows of a p
 nothing else, into rings of tiles in shared memory, and the two groups of 64 rows drift apart, so that exponentials of
 one run under products of the other. Within a group, the next tile's logits are asked for before this tile's product
 with v. What a tile's rows are is as in `extend_attention_kernel`; which tiles a program does, one after the other:
-`_turns.py`. How rows of 16 bits and of fp8 are fetched: `_fetch.py`.
+`_turns.py`. How rows of 16 bits and of fp8 are fetched: `_fetch.py`; what is done with what was found: `_leave.py`.
 
 Source: Shah et al., FlashAttention-3 (arXiv:2407.08608).
 """
@@ -24,14 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda import _attention
-from hal.backends.cuda._attention import LN2, LOG2E
-from hal.backends.cuda._fetch import ROWS, fetch, query, scaled
-from hal.backends.cuda._turns import TOLD, forget, line_of, tile_of, told
+from hal.backends.cuda._attention import LOG2E
+from hal.backends.cuda._fetch import ROWS, fetch, scaled
+from hal.backends.cuda._leave import ABSENT, SHIFT, leave, leave_part, merge_last
+from hal.backends.cuda._told import TOLD, counter_of, line_of, tile_of, told
+from hal.backends.cuda._turns import unpacked
 from hal.triton import launch
-
-SHIFT = gl.constexpr(15)
-"""Weights in fp16 are up to 2^SHIFT: what is above 2^-29 of the largest is as exact as fp16 can have it."""
-ABSENT = gl.constexpr(float("-inf"))
 
 factor = gluon.jit(_attention.factor.fn)
 positive = gluon.jit(_attention.positive.fn)
@@ -141,80 +139,12 @@ def _logits(part, stage, q_tiles, k_ring, none, REST: gl.constexpr):
 
 
 @gluon.jit
-def _log_sums(top, total, each, CAP: gl.constexpr, FP8: gl.constexpr):
-    """Of weights, in units of log 2."""
-    unit = each
-    if CAP:
-        unit = LOG2E
-    some = total != 0.0
-    if FP8:
-        total *= 2.0**-SHIFT
-    sums = top * unit + gl.log2(gl.where(some, total, 1.0))
-    return gl.where(some, sums, ABSENT)
-
-
-@gluon.jit
-def _leave(
-    found, where, out, lse, mine, v_factor, r, out_row, out_head, Q_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
-):  # fmt: skip
-    """A tile's outputs: by way of shared memory, where there is none left that of the queries, so that they leave in
-    rows of whole sectors."""
-    acc, top, total, each = found
-    turns, done, begin, q_empty = where
-    D: gl.constexpr = acc.shape[1]
-    share = v_factor / gl.where(total != 0.0, total, 1.0)
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    to: gl.constexpr = out.dtype.element_ty
-    mine = mine._reinterpret(to, [ROWS, D], mine.layout)
-    mine.store((acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]).to(to))
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
-    rows = row // 8 * 8 + (begin + row % 8)
-    tile = tile_of(turns, done)
-    at, head, asked = query(rows, tile, HEADS)
-    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    left = mine.load(ROW)
-    if not OWN:
-        gl.thread_barrier()
-        mbarrier.arrive(q_empty)
-    gl.store(out + ((at * out_row + head * out_head)[:, None] * UNIT + d), left, asked[:, None])
-    forget(turns, done)
-    if LSE:
-        at, head, asked = query(r, tile, HEADS)
-        gl.store(lse + (at * Q_HEADS + head), _log_sums(top, total, each, CAP, FP8) * LN2, asked)
-
-
-@gluon.jit
-def _leave_part(
-    found, where, part, part_lse, line, v_factor, r, Q_HEADS: gl.constexpr, HEADS: gl.constexpr, LINES: gl.constexpr,
-    CAP: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
-):  # fmt: skip
-    """What is found over a part of a tile's keys, for the merge: a row is a token's of the tile, and a head's."""
-    acc, top, total, each = found
-    turns, done, begin, q_empty = where
-    SUMS: gl.constexpr = acc.type.layout
-    tile = tile_of(turns, done)
-    forget(turns, done)
-    if not OWN:
-        gl.thread_barrier()
-        mbarrier.arrive(q_empty)
-    _, head, asked = query(r, tile, HEADS)
-    first = line.to(gl.int64) * LINES
-    gl.store(part_lse + (first + (r // HEADS * Q_HEADS + head)), _log_sums(top, total, each, CAP, FP8), asked)
-    share = gl.convert_layout(v_factor / gl.where(total != 0.0, total, 1.0), gl.SliceLayout(1, SUMS))
-    r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    _, head, asked = query(r, tile, HEADS)
-    d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))[None, :]
-    at = (r // HEADS * Q_HEADS + head)[:, None] * acc.shape[1] + d
-    gl.store(part + first * acc.shape[1] + at, acc * share[:, None], asked[:, None])
-
-
-@gluon.jit
 def _multiply(
-    PART: gl.constexpr, q, out, lse, part, part_lse, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers,
-    q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    LINES: gl.constexpr, REST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-    LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr,
+    PART: gl.constexpr, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there,
+    barriers, q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr, LINES: gl.constexpr, REST: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
+    FP8: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Rows [64 PART, 64 PART + 64) of tiles, as they are told."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -319,17 +249,26 @@ def _multiply(
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LOGITS))
         found = (acc, top, total, each)
         where = (turns, done, begin, q_empty)
-        if SPLIT:
+        if SPLIT or LONG_FIRST:
             line = line_of(turns, done)
-            if line >= 0:
-                _leave_part(found, where, part, part_lse, line, v_factor, r, Q_HEADS, HEADS, LINES, CAP, FP8, OWN)
-            else:
-                _leave(
+            if line < 0:
+                leave(
                     found, where, out, lse, out_tiles.index(PART + zero), v_factor, r, out_row, out_head, Q_HEADS,
                     HEADS, CAP, LSE, UNIT, FP8, OWN,
                 )  # fmt: skip
+            else:
+                if LONG_FIRST:
+                    tile = tile_of(turns, done)  # before it is forgotten
+                    line, nth, parts = unpacked(line)
+                leave_part(found, where, part, part_lse, line, v_factor, r, Q_HEADS, HEADS, LINES, CAP, FP8, OWN)
+                if LONG_FIRST:
+                    counter = counter_of(counters, line - nth, tile, PART, Q_HEADS, GROUP, BLOCKS, HEADS)
+                    merge_last(
+                        tile, begin, line - nth, parts, counter, out, lse, part, part_lse, out_row, out_head, Q_HEADS,
+                        HEADS, LINES, D, LSE, UNIT,
+                    )  # fmt: skip
         else:
-            _leave(
+            leave(
                 found, where, out, lse, out_tiles.index(PART + zero), v_factor, r, out_row, out_head, Q_HEADS, HEADS,
                 CAP, LSE, UNIT, FP8, OWN,
             )  # fmt: skip
@@ -368,7 +307,7 @@ def extend_attention_hopper_kernel(
     REST: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     FEW: gl.constexpr, PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, MAP: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -430,17 +369,17 @@ def extend_attention_hopper_kernel(
                 counters, window, turns, q_tiles, k_ring, v_ring, (q_rows, k_rows, v_rows, there), barriers,
                 (q_row, q_head, kc_page, kc_token, vc_page, vc_token), kc_head, vc_head, num_slots, k_map, v_map,
                 Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, CAUSAL, WINDOW, BLOCK, FEW, K_PAGE, V_PAGE, REST, UNIT, MAP,
-                SPLIT,
+                SPLIT, LONG_FIRST,
             )),
             (_multiply, (
-                0, q, out, lse, part, part_lse, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers, q_row,
-                q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, HEADS, Q_HEADS * TOKENS, REST,
-                CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT,
+                0, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers,
+                q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, GROUP, BLOCKS, HEADS,
+                Q_HEADS * TOKENS, REST, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
             )),
             (_multiply, (
-                1, q, out, lse, part, part_lse, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers, q_row,
-                q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, HEADS, Q_HEADS * TOKENS, REST,
-                CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT,
+                1, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers,
+                q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, GROUP, BLOCKS, HEADS,
+                Q_HEADS * TOKENS, REST, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
             )),
         ],
         [4, 4],

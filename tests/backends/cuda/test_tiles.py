@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 import triton.language as tl
 
-from hal.backends.cuda._tiles import find, note, note_none, part_of
+from hal.backends.cuda._tiles import find, idle, note, note_none, part_of
 from hal.triton import launch
 
 pytestmark = pytest.mark.skipif(
@@ -50,8 +50,10 @@ def ask(
     each = tl.arange(0, BLOCK)
     chunk, request, before, falls, every = find(qo, kv, each, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS)
     note_none(qo, part_lse, falls, c, n, bs, programs, LINES)
-    to += 11 * c
+    to += 12 * c
     tl.store(to, request)
+    few = tl.arange(0, BLOCK // 2)
+    tl.store(to + 11, idle(qo, few, each, c, n, bs, programs, TOKENS).to(tl.int32))
     tl.store(to + 10, every)
     if request < bs:
         tile, begin, low, high, sees = part_of(qo, kv, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, 64)
@@ -71,7 +73,7 @@ def asked(
     `find`, `part_of`, `note`. `whole`: keys that a request may have and not be split."""
     qo, kv = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (order, keys))
     grid = N + (programs if programs > 1 else 0)
-    found = torch.full((grid, 11), -7, dtype=torch.int32, device="cpu")
+    found = torch.full((grid, 12), -7, dtype=torch.int32, device="cpu")
     lines = HEADS * tokens
     behind = torch.full(((N + programs) * lines + 4 * N + 1,), torch.nan, dtype=torch.float32, device="cpu")
     form = {"SHORTEST": 64, "TOKENS": tokens, "CAUSAL": causal, "LINES": lines, "BLOCK": block, "WHOLE": whole}
@@ -97,7 +99,8 @@ def test_programs_find_every_key_of_every_token(
     news, lists = ranges(order, N), ranges(kv_indptr, NNZ)
     falls = any(b < a for a, b in news)
     keys: dict[int, list[tuple[int, int, int]]] = {}
-    for c, (request, token, rows, _, part, parts, begin, low, high, sees, all_parts) in enumerate(found):
+    for c, (request, token, rows, _, part, parts, begin, low, high, sees, all_parts, none) in enumerate(found):
+        assert none == (not falls and c >= -(-N // tokens) + bs + programs)
         if request >= bs:
             assert c >= all_parts or falls
             continue
