@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import importlib
 import json as _json
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +28,14 @@ Row = dict[str, Any]
 Tables = Mapping[str, Callable[[bool], list[Row]]]
 """Table -> what makes its rows, quick or not: one for each op, by the op's name, and some others."""
 OURS = "hal"
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised by a table that is told to stop, with the rows that it has."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.rows = rows
 
 
 def main(
@@ -48,8 +58,12 @@ def main(
         save: a folder for the run's JSON, named by device, tables, date and commit.
         quick: few rounds and sizes, to see that everything runs: no numbers to quote.
 
+    Stopped by Ctrl-C or SIGTERM (which ``timeout`` sends), it shows and keeps the tables that are done, and the rows of
+    a GPU's table that is not.
+
     Returns:
-        0; 1 where ours was wrong or a table broke, which keeps no other from running; 3 if nothing was measured.
+        0; 1 where ours was wrong, a table broke, which keeps no other from running, or was stopped; 3 if nothing was
+        measured.
 
     Raises:
         HalError: no such table or device, the device's backend is not ready, or what `plot` asks for can't be drawn.
@@ -74,7 +88,7 @@ def _main(
             raise HalError(f"hal: bench: no table {name!r} for {device}; there are {', '.join(tables)}{hint}")
     if plot:
         check_plot(kind_of(device), names, Path(plot))
-    with _progress.show(quiet=json) as bar:
+    with _progress.show(quiet=json) as bar, _stopped_by_sigterm():
         run = run_tables(device, {name: tables[name] for name in names or tables}, quick, bar)
     if json:
         print(_json.dumps(run, indent=1), file=out)
@@ -92,8 +106,21 @@ def _main(
     return exit_code(run)
 
 
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C. In another thread than the first one Python takes no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_tables(device: str, tables: Tables, quick: bool, bar: _progress.Bar | None = None) -> Row:
-    """The rows of all tables with what they were measured on; ``broken``: table -> why it has none."""
+    """The rows of all tables with what they were measured on; ``broken``: table -> why it has none, or not all."""
     import torch
 
     from hal.bench.report import machine
@@ -111,6 +138,11 @@ def run_tables(device: str, tables: Tables, quick: bool, bar: _progress.Bar | No
         except Exception as e:
             traceback.print_exc()
             broken[name] = f"{type(e).__name__}: {e}"
+        except KeyboardInterrupt as e:
+            rows += e.rows if isinstance(e, Stopped) else []
+            broken[name] = "stopped"
+            broken |= dict.fromkeys(list(tables)[i + 1 :], "stopped before it")
+            break
     run = {"machine": machine(device), "quick": quick, "rows": rows}
     return {**run, "broken": broken} if broken else run
 

@@ -118,7 +118,8 @@ def show(run: dict[str, Any]) -> None:
         for name, why in row.get("failed", {}).items():
             console.print(f"{case}: {name} was not timed: {why}", markup=False, highlight=False)
     for name, why in run.get("broken", {}).items():
-        console.print(f"the table {name} broke: {why}", markup=False, highlight=False)
+        said = f"was {why}" if why.startswith("stopped") else f"broke: {why}"
+        console.print(f"the table {name} {said}", markup=False, highlight=False)
 
 
 def _unit(measure: str) -> str:

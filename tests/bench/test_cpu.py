@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +180,32 @@ def test_measure_tells_fast_from_slow() -> None:
     row = timing.measure(calls, quick=True)
     assert row["best"]["slow"] >= 2000 > row["best"]["hal"]
     assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_stopped_keeps_what_was_measured(
+    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    from hal.bench.cuda.harness import table_of
+
+    def row(i: int) -> bench.Row:
+        if i == 2:
+            os.kill(os.getpid(), by)
+        return {"op": "an_op", "bs": i, "host_us": {"hal": 4.0, "peer": 5.0}}
+
+    tables = {"one": lambda quick: [row(0)], "two": lambda quick: table_of(partial(row, i) for i in (1, 2, 3))}
+    monkeypatch.setattr(bench, "tables_of", lambda device: {**tables, "three": lambda quick: [row(4)]})
+    before = signal.getsignal(signal.SIGTERM)
+    assert bench.main(json=True, save=str(tmp_path)) == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+    run = json.loads(capsys.readouterr().out)
+    assert [row["bs"] for row in run["rows"]] == [0, 1]
+    assert run["broken"] == {"two": "stopped", "three": "stopped before it"}
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text()) == run
+    assert bench.main() == 1
+    assert "the table two was stopped" in capsys.readouterr().out
 
 
 def test_a_table_that_breaks_stops_no_other(

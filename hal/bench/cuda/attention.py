@@ -26,15 +26,8 @@ from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
 from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
-Runs = tuple[tuple[int, int], ...]
-"""(requests, keys of each), one run behind the other."""
-Keys = int | Runs
+Keys = int | inputs.Runs
 """Of each request."""
-
-
-def requests(keys: Runs) -> int:
-    return sum(many for many, _ in keys)
-
 
 PAGE = 16
 HEADS = (32, 8, 128)
@@ -53,7 +46,9 @@ SHORT = ((16, 300, 700), (40, 100, 400), (64, 64, 960), (128, 17, 500), (300, 5,
 MANY = ((64, 128), (256, 128), (300, 101), (512, 512), (1024, 256))
 """(bs, keys each): decode of many short requests."""
 ONE_LONG = ((1, 8192), (255, 128))
+"""Runs of keys: a long request among short ones."""
 EVERY = ((32, 128), (32, 512), (32, 1024), (32, 4096))
+"""A mixture of them."""
 MIXED = (ONE_LONG, ONE_LONG[::-1], ((248, 128), (8, 2048)), ((1, 2000), (400, 100)), EVERY)
 """Keys of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
 MIXED_EXTEND = (
@@ -75,9 +70,9 @@ FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 819
 """(bs, keys each)."""
 BEYOND = (
     *((HEADS, torch.bfloat16, *case) for case in MANY),
-    *((HEADS, torch.bfloat16, requests(keys), keys) for keys in MIXED),
+    *((HEADS, torch.bfloat16, inputs.requests(keys), keys) for keys in MIXED),
     *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY),
-    *((HEADS, torch.float8_e4m3fn, requests(keys), keys) for keys in MIXED),
+    *((HEADS, torch.float8_e4m3fn, inputs.requests(keys), keys) for keys in MIXED),
     (HEADS, torch.float8_e5m2, 64, 4096),
     *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
     *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
@@ -389,7 +384,7 @@ def extend_attention(quick: bool = False) -> list[Row]:
         (heads, cache, bs, new, new + prefix, None) for heads, cache, bs, new, prefix in some
     ]
     for cache in () if quick else (torch.bfloat16, torch.float8_e4m3fn):
-        cases += [(HEADS, cache, requests(keys), new, keys, None) for new, keys in MIXED_EXTEND]
+        cases += [(HEADS, cache, inputs.requests(keys), new, keys, None) for new, keys in MIXED_EXTEND]
     return _attention_rows("extend_attention", 3 if quick else 15, cases)
 
 

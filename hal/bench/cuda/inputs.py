@@ -14,6 +14,13 @@ POSITIONS = 32768
 """Rows of a cos_sin_cache."""
 TABLE = (4096, 8192)
 """Rows and columns of req_to_token."""
+Runs = tuple[tuple[int, int], ...]
+"""(requests, keys of each), one run behind the other."""
+
+
+def requests(runs: Runs) -> int:
+    """How many there are."""
+    return sum(many for many, _ in runs)
 
 
 def count_sets(nbytes: int) -> int:
