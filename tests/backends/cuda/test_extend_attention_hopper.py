@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from assembler import put_aside, serialized
-from launched import launched
+from launched import launched, same_in_graphs
 
 from hal.ops import get_spec
 
@@ -149,16 +149,7 @@ def test_the_counter_is_left_as_it_was_found(cache_dtype: str | None) -> None:
         kept = [x[:COUNTERS] for x in extend_attention._plans._scratch.values()]
         assert kept
         assert not any(x.any() for x in kept)
-    args = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in calls[0].items()}
-    first = extend_attention.extend_attention(**args).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        extend_attention.extend_attention(**args)
-        extend_attention.extend_attention(**args)
-    for _ in range(3):
-        args["out"].zero_()
-        graph.replay()
-        assert torch.equal(args["out"], first)
+    same_in_graphs(extend_attention.extend_attention, calls[0])
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")

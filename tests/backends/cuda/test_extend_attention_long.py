@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from assembler import behind_the_wait, one_by_one, put_aside, serialized
-from launched import launched
+from launched import launched, same_in_graphs
 
 from hal._remote.target import DirectTarget
 from hal.conformance.execute import execute
@@ -91,16 +91,7 @@ def test_right(form: str, dims: tuple[int, int]) -> None:
 
     args = made(form, *dims)
     execute(SPEC, args, DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cuda"))
-    args = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
-    first = extend_attention.extend_attention(**args).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        extend_attention.extend_attention(**args)
-        extend_attention.extend_attention(**args)
-    for _ in range(3):
-        args["out"].zero_()
-        graph.replay()
-        assert torch.equal(args["out"], first)
+    same_in_graphs(extend_attention.extend_attention, args)
     assert not any(x[:COUNTERS].any() for x in extend_attention._plans._scratch.values())
 
 
