@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_another_engine_listens_there() -> None:
     refused(remote_engine_id="another")
 
 
-@pytest.fixture
+@contextmanager
 def stranger() -> Iterator[int]:
     """The port of a prefill of another version, model, dtype or attention backend: vLLM makes a hash of these."""
     import msgspec
@@ -145,10 +146,17 @@ def stranger() -> Iterator[int]:
         assert not thread.is_alive(), "nobody asked"
 
 
-def test_versions_or_layouts_differ(stranger: int) -> None:
-    refused(remote_engine_id="stranger", remote_port=stranger)
-    said = worker().log.read_text()
-    assert "NIXL compatibility hash mismatch" in said
+def test_versions_or_layouts_differ() -> None:
+    """vLLM waits 5 s for the answer. On a busy machine it may be later: then another is asked."""
+    for n in range(3):
+        before = len(worker().log.read_text())
+        with stranger() as port:
+            refused(remote_engine_id=f"stranger {n}", remote_port=port)
+        said = worker().log.read_text()[before:]
+        if "NIXL compatibility hash mismatch" in said:
+            return
+        assert "Resource temporarily unavailable" in said, said[-4000:]
+    pytest.fail("no answer came in time")
 
 
 def test_a_stale_promise_is_refused() -> None:
