@@ -36,7 +36,8 @@ def behind_the_wait(cubin: bytes, folder: Path) -> int:
     most = 0
     for code in _inner_loops(cubin, folder, "HGMMA"):
         waits = [i for i, line in enumerate(code) if "WARPGROUP.DEPBAR" in line]
-        most = max(most, sum("MUFU.EX2" in line for line in code[waits[-1] :]) if waits else 0)
+        assert waits, "a loop that multiplies waits for nothing: does the listing look otherwise now?"
+        most = max(most, sum("MUFU.EX2" in line for line in code[waits[-1] :]))
     return most
 
 

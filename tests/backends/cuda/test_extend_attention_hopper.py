@@ -255,7 +255,9 @@ def test_no_form_spills_or_has_its_products_serialized(
     registers, spills, _ = inspect.resources(compiled.asm["cubin"])
     assert registers == 168
     # A word or two of these forms are put aside once a tile of queries, outside the loops that multiply; of rows of 256
-    # over fp8 up to 64, mostly where queries are scaled and outputs leave. Who widens such rows has a few in its loop.
-    assert spills <= (256 if head_dim == 256 and form in FP8 else 16 if head_dim > 128 or form in FP8 else 0)
+    # over fp8 up to 60, of one form 64, mostly where queries are scaled and outputs leave. Who widens such rows has a
+    # few in its loop.
+    wide = 256 if form == "e5m2-absent" else 240
+    assert spills <= (wide if head_dim == 256 and form in FP8 else 16 if head_dim > 128 or form in FP8 else 0)
     assert not put_aside(compiled.asm["cubin"], tmp_path)
     assert not serialized(compiled.asm["ptx"], tmp_path)
