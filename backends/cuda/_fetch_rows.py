@@ -134,12 +134,13 @@ def fetch_rows(
         _queries(q_tiles[i].index(0), q + i * HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     free = 1
-    for t in range(0, tiles, 2):
+    stop = gl.maximum(high, low + 1)
+    for j in range(low, stop, 2 * KEYS):
         for w in gl.static_range(2):
-            if t + w < tiles:
+            if j + w * KEYS < stop:
                 now, begin = slot, first
                 slot, first = coming, next
-                coming, next = _slots_of(slots, low + (t + w + 2) * KEYS, high, MAP)
+                coming, next = _slots_of(slots, j + (w + 2) * KEYS, high, MAP)
                 _fetch_tile(
                     w, cache, map, begin, now, k, all, there, rows, full, empty, free, stride, num_slots, UNIT, MAP
                 )

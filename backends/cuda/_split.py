@@ -30,58 +30,60 @@ def find(
     has request c, and nothing more is to be looked for.
     """
     BLOCK: tl.constexpr = each.shape[0]
-    least = 0
     if bs <= BLOCK:
         n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
-        longest = n
-        if SPLIT_FIRST:
-            least = tl.min(tl.where(n < 0, 2**31 - 1, n))
         total = total_of(n, 1)
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
         if (bs > 1) & (bs < programs):
             most = wider(n, 1, most, programs)
     else:
-        longest = each * 0
+        n = each * 0
         total = tl.cast(0, tl.int64)
         for b in range(0, bs, 2 * BLOCK):  # two at a time, as each waits for memory, and for the sums of all lanes
-            n = tl.maximum(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 0)
+            some = tl.maximum(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), 0)
             more = tl.maximum(seen(kv_indptr, b + BLOCK + each, nnz, bs, window, WINDOW), 0)
-            total += (tl.sum((n >> 16) + (more >> 16)).to(tl.int64) << 16) + tl.sum((n & 0xFFFF) + (more & 0xFFFF))
+            total += tl.sum((some >> 16) + (more >> 16)).to(tl.int64) << 16
+            total += tl.sum((some & 0xFFFF) + (more & 0xFFFF))
             if SPLIT_FIRST:
-                longest = tl.maximum(longest, tl.maximum(n, more))
-        n = longest
+                n = tl.maximum(n, tl.maximum(some, more))
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), LONGER)
     chunk = tl.minimum(most, tl.maximum(nnz, 1)).to(tl.int32)
     request, before, part = c, c, c
     if SPLIT_FIRST:
-        if tl.max(longest) > chunk:
-            request, before, part = _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least, WINDOW)
+        if bs <= BLOCK:
+            several, split = _several(n, chunk)
+        else:
+            several, split = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+            if tl.max(n) > chunk:
+                for b in range(0, bs, BLOCK):
+                    requests, parts = _several(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
+                    several += requests
+                    split += parts
+        if several > 0:
+            request, before, part = _split_first(
+                kv_indptr, n, each, c, nnz, bs, programs, window, chunk, several, split, WINDOW
+            )
     else:
         request, before, _ = _place(kv_indptr, n, each, c, nnz, bs, window, chunk, -1, 0, WINDOW, False)
     return chunk, request, before, part
 
 
 @triton.jit
-def _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least, WINDOW: tl.constexpr):
+def _split_first(
+    kv_indptr, n, each, c, nnz, bs, programs, window, chunk, several, split, WINDOW: tl.constexpr
+):  # fmt: skip
     """(request, parts before, part) of program c where the first programs have all parts of requests that have several;
     then comes a program for each request, of which those of one part are left.
 
     Long parts begin first: nothing is left to run beside those that are still under way at the end. Parts of requests
     that have several may be more than `programs`, which the grid has beside the requests; then these have most of the
     keys, each request has a program for its first part, and other parts come last. `n`: lengths, if all are looked at
-    at once, of which `least` is the shortest.
+    at once.
     """
-    BLOCK: tl.constexpr = each.shape[0]
     apart = 0
     nth = c
     turn = tl.cast(-1, tl.int32)
-    if least <= chunk:
-        split = tl.cast(0, tl.int32)
-        if bs <= BLOCK:
-            split = _parts_of_split(n, chunk)
-        else:
-            for b in range(0, bs, BLOCK):
-                split += _parts_of_split(seen(kv_indptr, b + each, nnz, bs, window, WINDOW), chunk)
+    if several < bs:
         turn = c - split
         if split > programs:
             apart = 1
@@ -100,10 +102,12 @@ def _split_first(kv_indptr, n, each, c, nnz, bs, programs, window, chunk, least,
 
 
 @triton.jit
-def _parts_of_split(n, chunk):
-    """The parts of those requests of n keys each that have several."""
+def _several(n, chunk):
+    """(how many requests of n keys each have several parts, their parts), by one sum: parts are no more than programs
+    and requests."""
     parts = counts(n, chunk)
-    return tl.sum(tl.where(parts > 1, parts, 0))
+    both = tl.sum(tl.where(parts > 1, parts + (1 << 20), 0))
+    return both >> 20, both & 0xFFFFF
 
 
 @triton.jit

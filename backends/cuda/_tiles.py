@@ -97,7 +97,8 @@ def find_own(
 ):  # fmt: skip
     """What program c of a kernel that decodes is for, as `find` has it, without how many there are of all: a part of a
     tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once, where
-    there are no more, or by `many`."""
+    there are no more, or by `many`. The first programs have parts of requests that have several where no more than
+    SPLIT_FIRST requests are looked at at once."""
     falls = c < 0
     part = c
     if TOKENS:
@@ -117,12 +118,14 @@ def find_own(
         )
     elif bs <= few.shape[0]:
         chunk, request, before, part = _split.find(
-            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, SPLIT_FIRST
-        )
+            kv_indptr, few, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER,
+            few.shape[0] <= SPLIT_FIRST,
+        )  # fmt: skip
     else:
         chunk, request, before, part = _split.find(
-            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER, SPLIT_FIRST
-        )
+            kv_indptr, many, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, LONGER,
+            many.shape[0] <= SPLIT_FIRST,
+        )  # fmt: skip
     return chunk, request, before, part, falls
 
 

@@ -293,8 +293,9 @@ def decode_attention_hopper_kernel(
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
     chunk, request, before, c, falls = find_own(
-        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS, False
-    )
+        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS,
+        FEW,
+    )  # fmt: skip
     if TOKENS:
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
 

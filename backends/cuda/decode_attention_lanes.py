@@ -205,7 +205,7 @@ def decode_attention_lanes_kernel(
             return
     chunk, request, before, c, falls = find_own(
         qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, LONGER, WINDOW,
-        TOKENS, True
+        TOKENS, BLOCK
     )  # fmt: skip
     if TOKENS:
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)

@@ -54,6 +54,8 @@ LATENT: tuple[dict[str, Any], ...] = (
     {"q_heads": 8, "bs": 3, "longest": 2500, "slots": 8000, "scales": "float"},
     {"q_heads": 32, "cache_dtype": "e5m2", "bs": 3, "longest": 700, "slots": 2200},
     {"q_heads": 1, "bs": 40, "longest": 90},
+    {"bs": 70, "longest": 1500, "lengths": "skewed", "slots": 20000},
+    {"q_heads": 16, "bs": 128, "longest": 4000, "lengths": "skewed", "slots": 20000, "scales": "float"},
 )
 """Rows of 576 that are keys and values at once: several tiles, several parts, a last tile that is not full."""
 LOUD = {"3e38": (3e38, 1e-38), "1e-38": (1e-38, 1e38), "1e-40": (1e-40, 1e38), "3e4": (3e4, 1e-4), "1": (1.0, 0.1)}

@@ -45,6 +45,8 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"q_heads": 128, "run": 64, "bs": 9, "values": "skip", "index": "i64"},
     {"q_heads": 72, "run": 64, "dtype": "fp16", "bs": 2, "longest": 2500, "slots": 8000},
     {"q_heads": 128, "bs": 70, "longest": 1500, "lengths": "skewed", "slots": 20000},
+    {"q_heads": 16, "bs": 120, "longest": 4000, "lengths": "skewed", "slots": 20000},
+    {"q_heads": 16, "bs": 130, "longest": 1500, "lengths": "skewed", "slots": 20000, "lse": False},
 )
 
 

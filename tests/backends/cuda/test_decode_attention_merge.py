@@ -152,6 +152,7 @@ def _some_long(bs: int) -> torch.Tensor:
 BATCHES = {
     **{f"{bs}-some-long": _some_long(bs) for bs in (1, 2, 7, 16, 17, 40)},
     "alike": torch.full((14,), 100),
+    "all-long": torch.full((5,), 200),
     "all-short": torch.full((40,), 3),
 }
 MORE_PARTS = {
