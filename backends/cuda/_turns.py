@@ -24,7 +24,7 @@ LONGER = gl.constexpr(2)
 """A request of more than so many times the mean of keys is long, where requests differ."""
 BESIDE = gl.constexpr(256)
 """As many keys take as long as what else there is to a tile."""
-MOST_LINES = gl.constexpr(3)
+LINES_EACH = gl.constexpr(3)
 """Parts of tiles of long requests, for each tile of all key heads that runs at once; where they would be more, none is
 split."""
 PACKED = gl.constexpr(1024)
@@ -174,7 +174,7 @@ def _survey_at_once(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, 
             split = _uniform(_chunk(_work(many, length), programs))
             parts = _parts_of(length, split)
             lines = _count(gl.minimum(tiles, PACKED) * gl.minimum(parts, PACKED))
-            if lines <= programs * MOST_LINES:
+            if lines <= programs * LINES_EACH:
                 every = early + lines
                 chunk = split
     return every, early, chunk

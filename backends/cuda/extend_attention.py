@@ -359,14 +359,14 @@ def _own(
     parts = at_once // blocks
     if window or parts < 2:
         return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), Size(), returns)
-    from hal.backends.cuda._turns import MOST_LINES
+    from hal.backends.cuda._turns import LINES_EACH
 
     # Where tiles do not fill the device, keys are split, if they are many; where they do, those of requests that have
     # far more than others, of which there is none among few.
     n, v_dim, rows, few = length("q"), v_cache.shape[-1], q.shape[1] * tokens, parts * tokens // 2
     fp8 = k_cache.dtype in FP8
     # Of no more than parts / 2 whole tiles, a last one of each request, and the parts; or of long requests.
-    lines = MOST_LINES.value * parts * rows
+    lines = LINES_EACH.value * parts * rows
     part, part_lse = Scratch(Size()), Scratch(Size(lines * v_dim))
     split = run.kernel.bind(**{**run.static, "SPLIT": True})
     # Of heads of 256 over fp8 two registers more would be put aside in the loop.

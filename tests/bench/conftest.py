@@ -89,7 +89,13 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "PROMPTS": (((2, 2, 16, 32), (2, 5, 12)),),
         },
         launch: {"TOKENS": (2,)},
-        mla: {"POINTS": ((2, 1, 40),), "FP8_POINTS": ((2, 1, 40),), "LEAST_PAGES": 8},
+        mla: {
+            "POINTS": ((2, 1, 40),),
+            "FP8_POINTS": ((2, 1, 40),),
+            "LEAST_PAGES": 8,
+            "MIXED": (((1, 70), (1, 9)),),
+            "MIXED_OF": (2,),
+        },
         block_table: {"HEADS": (2, 1, 16), "PAGES": 64, "CACHED": 0, "BLOCK_SIZES": (1, 3), "BLOCK_KEYS": (20,)},
         decode_attention: {"PER_SM": 1, "DEEP_TILES": {(256, 16): ((16, 64, 4, 4), 1)}, "FEW": 1},
     }.items():

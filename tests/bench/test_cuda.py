@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from hal import bench
-from hal.bench.cuda import attention, block_table, bookkeeping, harness, kv_write, launch
+from hal.bench.cuda import attention, block_table, bookkeeping, harness, kv_write, launch, mla
 from hal.ops import BUILTIN
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -330,6 +330,18 @@ def test_vllms_kernels_are_peers_of_mla(
     monkeypatch.setattr(f"hal.bench.peers.{library}", wrong)
     row, _ = sorted(tables[table](True), key=lambda row: row["cache"] != cache)
     assert "differs from ours" in row["failed"][peer]
+
+
+def test_mla_over_requests_that_differ(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3OfMla)
+    monkeypatch.setattr("hal.bench.peers.flashmla", FlashMla)
+    rows = [row for row in tables["mla_decode_attention"](False) if row["keys"] != 40]
+    assert [(row["cache"], row["heads"], row["keys"]) for row in rows] == [
+        (cache, 2, "1 x 70, 1 x 9") for cache in ("bfloat16", "float8_e4m3fn")
+    ]
+    assert [set(row["ratio"]) for row in rows] == [{"vllm fa3", "vllm flashmla"}, set()]
+    assert all(0 < row["headroom"][bench.OURS] <= 1 and not row.get("failed") for row in rows)
+    assert rows[0]["least_us"]["bytes"] == 79 * 576 * 2 / mla.COPY
 
 
 @pytest.mark.parametrize("table", ["get_last_loc", "alloc_decode", "mla_kv_write", "kv_move", "extend_attention"])

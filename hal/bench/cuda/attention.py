@@ -26,9 +26,6 @@ from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
 from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
-Keys = int | inputs.Runs
-"""Of each request."""
-
 PAGE = 16
 HEADS = (32, 8, 128)
 """Llama-3-8B: query heads, key/value heads, head_dim."""
@@ -102,7 +99,7 @@ class Inputs:
         self,
         bs: int,
         new: int,
-        keys: Keys,
+        keys: inputs.Keys,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         heads: tuple[int, int, int, int] = (*HEADS, HEADS[2]),
@@ -111,7 +108,7 @@ class Inputs:
     ) -> None:
         torch.manual_seed(seed)
         hq, hk, d, dv = self.heads = heads
-        self.lens = lens_of(bs, keys)
+        self.lens = inputs.lens_of(bs, keys)
         self.keys = max(self.lens)
         pages = -(-self.keys // PAGE)
         pool = max(bs * pages, LEAST_PAGES)
@@ -296,16 +293,11 @@ class Inputs:
             yield i, rows, *truth_of(rows_at(q[:, None], rows), k, v, self.scale, position)
 
 
-def lens_of(bs: int, keys: Keys) -> list[int]:
-    """The keys of each request."""
-    return [keys] * bs if isinstance(keys, int) else [n for many, n in keys for _ in range(many)]
-
-
 def _attention_row(
     op: str,
     bs: int,
     new: int,
-    keys: Keys,
+    keys: inputs.Keys,
     rounds: int,
     heads: tuple[int, int, int],
     cache: torch.dtype,
@@ -324,7 +316,7 @@ def _attention_row(
         else:
             room[name] = sets[0].check(call())
 
-    listed = sum(lens_of(bs, keys))
+    listed = sum(inputs.lens_of(bs, keys))
     work = new * (listed - bs * (new - 1) / 2)
     per_graph = max(2, min(48, int(2e5 / max(1.0, listed / 200 + work / 1e4))))
     row = time_row(
@@ -334,7 +326,7 @@ def _attention_row(
             "cache": str(cache).removeprefix("torch."),
             "bs": bs,
             "new": new,
-            "keys": keys if isinstance(keys, int) else ", ".join(f"{many} x {n}" for many, n in keys),
+            "keys": inputs.told(keys),
         },
         {n: partial(_in_turn, fns) for n, fns in impls.items()},
         len(sets),

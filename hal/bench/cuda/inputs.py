@@ -16,11 +16,23 @@ TABLE = (4096, 8192)
 """Rows and columns of req_to_token."""
 Runs = tuple[tuple[int, int], ...]
 """(requests, keys of each), one run behind the other."""
+Keys = int | Runs
+"""Of each request."""
 
 
 def requests(runs: Runs) -> int:
     """How many there are."""
     return sum(many for many, _ in runs)
+
+
+def lens_of(bs: int, keys: Keys) -> list[int]:
+    """The keys of each request."""
+    return [keys] * bs if isinstance(keys, int) else [n for many, n in keys for _ in range(many)]
+
+
+def told(keys: Keys) -> int | str:
+    """What a row says of them."""
+    return keys if isinstance(keys, int) else ", ".join(f"{many} x {n}" for many, n in keys)
 
 
 def count_sets(nbytes: int) -> int:

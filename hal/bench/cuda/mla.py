@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ POINTS = (
     (16, 64, 4096),
 )
 """(query heads, bs, keys each)."""
+MIXED: tuple[inputs.Runs, ...] = (
+    ((1, 8192), (127, 128)),
+    ((127, 128), (1, 8192)),
+    ((120, 128), (8, 2048)),
+    ((16, 128), (16, 512), (16, 1024), (16, 4096)),
+)
+"""Keys of requests that differ: a long one first or last, some, a mixture; over either cache, of `MIXED_OF` heads."""
+MIXED_OF = (128, 16)
 EXTEND_POINTS = ((128, 32, 4096, 2), (128, 32, 4096, 4), (16, 32, 4096, 2), (16, 32, 4096, 4))
 """(query heads, bs, keys each, query tokens each)."""
 FP8_POINTS = ((128, 1, 4096), (128, 16, 4096), (128, 64, 4096), (16, 1, 4096), (16, 16, 4096), (16, 64, 4096))
@@ -58,12 +67,19 @@ class Inputs:
     `tokens`: queries a request; 0: one, of a call of decode_attention. Over fp8 queries have values of fp8."""
 
     def __init__(
-        self, heads: int, bs: int, keys: int, tokens: int = 0, sets: int = 4, cache: torch.dtype = torch.bfloat16
+        self,
+        heads: int,
+        bs: int,
+        keys: inputs.Keys,
+        tokens: int = 0,
+        sets: int = 4,
+        cache: torch.dtype = torch.bfloat16,
     ) -> None:
         torch.manual_seed(0)
-        pages = -(-keys // PAGE)
+        self.lens = inputs.lens_of(bs, keys)
+        pages = -(-max(self.lens) // PAGE)
         pool = max(bs * pages * sets, LEAST_PAGES)
-        self.bs, self.keys, self.heads, self.scale = bs, keys, heads, 192**-0.5
+        self.bs, self.heads, self.scale = bs, heads, 192**-0.5
         bf16, i32 = torch.bfloat16, torch.int32
         self.tokens = tokens
         n = bs * max(tokens, 1)
@@ -76,8 +92,10 @@ class Inputs:
         )
         each = torch.arange(PAGE, device=inputs.DEVICE, dtype=i32)
         slots = self.tables[..., None] * PAGE + each
-        self.slots = slots.view(sets, bs, -1)[:, :, :keys].contiguous().view(sets, -1)
-        self.indptr = torch.arange(bs + 1, device=inputs.DEVICE, dtype=i32) * keys
+        slots = slots.view(sets, bs, -1)
+        self.slots = torch.cat([slots[:, i, :n] for i, n in enumerate(self.lens)], 1)
+        self.indptr = torch.tensor([0, *accumulate(self.lens)], device=inputs.DEVICE, dtype=i32)
+        self.seqlens = torch.tensor(self.lens, device=inputs.DEVICE, dtype=i32)
         self.starts = torch.arange(bs + 1, device=inputs.DEVICE, dtype=i32) * max(tokens, 1)
         self.out = torch.empty(n, heads, 512, device=inputs.DEVICE, dtype=bf16)
 
@@ -91,9 +109,8 @@ class Inputs:
         if flashinfer is None or self.rows.dtype in FP8:
             return {}
         made: dict[str, Callable[[int], Tensor]] = {}
-        pages = self.tables.shape[2]
-        starts = torch.arange(self.bs + 1, device=inputs.DEVICE, dtype=torch.int32)
-        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
+        pages = [-(-n // PAGE) for n in self.lens]
+        starts = torch.tensor([0, *accumulate(pages)], device=inputs.DEVICE, dtype=torch.int32)
         latent, rotated = self.rows[:, :, 0, :512], self.rows[:, :, 0, 512:]
         for backend in ("fa2", "fa3"):
             wrappers = []
@@ -102,9 +119,9 @@ class Inputs:
                 wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=backend)
                 wrapper.plan(
                     self.starts,
-                    starts * pages,
-                    table.reshape(-1),
-                    lens,
+                    starts,
+                    torch.cat([mine[:n] for mine, n in zip(table, pages, strict=True)]),
+                    self.seqlens,
                     self.heads,
                     512,
                     64,
@@ -127,32 +144,29 @@ class Inputs:
         module = peers.vllm_fa3()
         if module is None or self.rows.dtype in FP8:
             return {}
-        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
-        starts = torch.arange(self.bs + 1, device=inputs.DEVICE, dtype=torch.int32) * max(self.tokens, 1)
-        same = {"max_seqlen_q": max(self.tokens, 1), "max_seqlen_k": self.keys, "cu_seqlens_q": starts, "causal": True}
-        same |= {"num_splits": SPLITS}
+        same: dict[str, Any] = {"max_seqlen_q": max(self.tokens, 1), "max_seqlen_k": max(self.lens), "causal": True}
+        same |= {"cu_seqlens_q": self.starts, "num_splits": SPLITS}
         plans = [
             module.get_scheduler_metadata(
                 batch_size=self.bs, num_heads_q=self.heads, num_heads_kv=1, headdim=64, headdim_v=512,
-                cache_seqlens=lens, qkv_dtype=self.q.dtype, page_size=PAGE, **same,
+                cache_seqlens=self.seqlens, qkv_dtype=self.q.dtype, page_size=PAGE, **same,
             )
             for _ in self.tables
         ]  # fmt: skip
         call = partial(
             module.flash_attn_varlen_func, self.q[..., 512:], self.rows[..., 512:], self.rows[..., :512],
-            q_v=self.q[..., :512], seqused_k=lens, softmax_scale=self.scale, fa_version=3, **same,
+            q_v=self.q[..., :512], seqused_k=self.seqlens, softmax_scale=self.scale, fa_version=3, **same,
         )  # fmt: skip
         return {"vllm fa3": lambda i: call(block_table=self.tables[i], scheduler_metadata=plans[i], out=self.out)}
 
     def flashmla(self) -> dict[str, Callable[[int], Tensor]]:
-        lens = torch.full((self.bs,), self.keys, device=inputs.DEVICE, dtype=torch.int32)
         q = self.q.view(self.bs, max(self.tokens, 1), self.heads, 576)
         if self.rows.dtype in FP8:
-            return self._flashmla_fp8(q.to(self.rows.dtype), lens)
+            return self._flashmla_fp8(q.to(self.rows.dtype))
         run = peers.flashmla()
         if run is None:
             return {}
-        given = [(q, self.rows, 512, lens, table, self.scale, self.tokens > 0) for table in self.tables]
+        given = [(q, self.rows, 512, self.seqlens, table, self.scale, self.tokens > 0) for table in self.tables]
         plans = [run(*x, None, None, None)[2:] for x in given]
         return {"vllm flashmla": lambda i: run(*given[i], *plans[i], None)[0].view(self.out.shape)}
 
@@ -163,25 +177,27 @@ class Inputs:
             AssertionError: it is outside of the bound.
         """
         each, worst = max(self.tokens, 1), 0.0
-        position = torch.arange(self.keys - each, self.keys, device=inputs.DEVICE, dtype=torch.int64)
         for i in sorted({0, self.bs - 1}):
-            rows = slice(i * each, (i + 1) * each)
-            k = rows_at(self.rows, self.slots[0, i * self.keys : (i + 1) * self.keys])
+            n, rows = self.lens[i], slice(i * each, (i + 1) * each)
+            position = torch.arange(n - each, n, device=inputs.DEVICE, dtype=torch.int64)
+            k = rows_at(self.rows, self.slots[0, sum(self.lens[:i]) :][:n])
             worst = max(worst, headroom(i, out[rows], *truth_of(self.q[rows], k, k[..., :512], self.scale, position)))
         return worst
 
-    def _flashmla_fp8(self, q: Tensor, lens: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    def _flashmla_fp8(self, q: Tensor) -> dict[str, Callable[[int], Tensor]]:
         module = peers.flashmla_fp8()
         if module is None:
             return {}
-        plan = module.get_mla_decoding_metadata_dense_fp8(lens, q.shape[1] * self.heads, 1)
+        plan = module.get_mla_decoding_metadata_dense_fp8(self.seqlens, q.shape[1] * self.heads, 1)
         one = torch.ones(1, device=inputs.DEVICE, dtype=torch.float32)
         given = (self.scale, self.tokens > 0, *plan, one, one)
         run = module.fwd_kvcache_mla_fp8
-        return {FP8_QUERIES: lambda i: run(q, self.rows, 512, lens, self.tables[i], *given)[0].view(self.out.shape)}
+        return {
+            FP8_QUERIES: lambda i: run(q, self.rows, 512, self.seqlens, self.tables[i], *given)[0].view(self.out.shape)
+        }
 
 
-def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds: int, tokens: int = 0) -> Row:
+def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: inputs.Keys, rounds: int, tokens: int = 0) -> Row:
     x = Inputs(heads, bs, keys, tokens, cache=cache)
     calls = {OURS: x.ours(), **x.flashinfer(), **x.vllm_fa3(), **x.flashmla()}
     want = calls[OURS](0).float()
@@ -206,13 +222,13 @@ def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds
             "cache": str(cache).removeprefix("torch."),
             "heads": heads,
             "bs": bs,
-            "keys": keys,
+            "keys": inputs.told(keys),
             **({"tokens": tokens} if tokens else {}),
         },
         {name: partial(lambda call: call, call) for name, call in calls.items()},
         len(x.tables),
         check,
-        per_graph=24 if bs * keys > 100_000 else 48,
+        per_graph=24 if sum(x.lens) > 100_000 else 48,
         rounds=rounds,
         host=120,
         host_of=(OURS,),
@@ -221,8 +237,8 @@ def _mla_row(op: str, cache: torch.dtype, heads: int, bs: int, keys: int, rounds
     if us := row.get("device_us", {}).get(OURS):
         row["ratio"] = {name: us / t for name, t in row["device_us"].items() if name != OURS}
     row["least_us"] = {
-        "bytes": bs * keys * 576 * cache.itemsize / COPY,
-        "flops": 2 * len(x.q) * keys * heads * 1088 / PRODUCTS,
+        "bytes": sum(x.lens) * 576 * cache.itemsize / COPY,
+        "flops": 2 * max(tokens, 1) * sum(x.lens) * heads * 1088 / PRODUCTS,
     }
     return row
 
@@ -239,8 +255,9 @@ def _rows(op: str, quick: bool, bf16: tuple[Any, ...], e4m3: tuple[Any, ...]) ->
 
 
 def mla_decode_attention(quick: bool = False) -> list[Row]:
-    """Rows: the cache's dtype, query heads, bs, keys each."""
-    return _rows("decode_attention", quick, POINTS, FP8_POINTS)
+    """Rows: the cache's dtype, query heads, bs, keys each; then `MIXED`, over either cache."""
+    mixed = tuple((heads, inputs.requests(keys), keys) for heads in MIXED_OF for keys in MIXED)
+    return _rows("decode_attention", quick, POINTS + mixed, FP8_POINTS + mixed)
 
 
 def mla_extend_attention(quick: bool = False) -> list[Row]:
