@@ -9,13 +9,14 @@ output is checked before it is timed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json as _json
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +37,31 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, rows: list[Row]) -> None:
         super().__init__()
         self.rows = rows
+
+
+def kept(rows: Iterable[Row]) -> list[Row]:
+    """All of them.
+
+    Raises:
+        Stopped: it is told to stop, with those that are made.
+    """
+    made: list[Row] = []
+    try:
+        for row in rows:
+            made.append(row)
+    except KeyboardInterrupt:
+        raise Stopped(made) from None
+    return made
+
+
+def table(rows: Callable[[bool], Iterator[Row]]) -> Callable[[bool], list[Row]]:
+    """A table of what yields its rows, quick or not."""
+
+    @functools.wraps(rows)
+    def made(quick: bool = False) -> list[Row]:
+        return kept(rows(quick))
+
+    return made
 
 
 def main(
@@ -59,7 +85,7 @@ def main(
         quick: few rounds and sizes, to see that everything runs: no numbers to quote.
 
     Stopped by Ctrl-C or SIGTERM (which ``timeout`` sends), it shows and keeps the tables that are done, and the rows of
-    a GPU's table that is not.
+    the one that is not.
 
     Returns:
         0; 1 where ours was wrong, a table broke, which keeps no other from running, or was stopped; 3 if nothing was

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal import _host
-from hal.bench import OURS, Row
+from hal.bench import OURS, Row, table
 from hal.bench.judge import check
 from hal.bench.timing import measure
 from hal.kv.pool import KVPool
@@ -30,14 +30,14 @@ def _by_position(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
 # --- bookkeeping ------------------------------------------------------------------------------------
 
 
-def get_last_loc(quick: bool = False) -> list[Row]:
+@table
+def get_last_loc(quick: bool) -> Iterator[Row]:
     """One int32 table of 4096 x 8192; valid indices, for eager torch does not check them."""
     from hal.backends.cpu.get_last_loc import get_last_loc as ours
 
     def eager(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
         return torch.where(prefix_lens > 0, req_to_token[req_pool_indices, prefix_lens - 1], -1)
 
-    rows = []
     for bs in SIZES[:2] if quick else SIZES:
 
         def make(bs: int = bs) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def get_last_loc(quick: bool = False) -> list[Row]:
 
             check("get_last_loc", name, widened, make)
         calls = {name: partial(fn, *args) for name, fn in impls.items()}
-        rows.append({"op": "get_last_loc", "bs": bs, **measure(calls, quick)})
-    return rows
+        yield {"op": "get_last_loc", "bs": bs, **measure(calls, quick)}
 
 
-def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
+@table
+def assign_extend_cache_locs(quick: bool) -> Iterator[Row]:
     """Eager torch twice: all requests at once, and a slice a request, whichever is faster being the peer."""
     from hal.backends.cpu.assign_extend_cache_locs import assign_extend_cache_locs as ours
 
@@ -79,7 +79,6 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
             at += b - a
         return out
 
-    rows = []
     cases = [(bs, kind) for bs in (SIZES[:2] if quick else SIZES) for kind in ("4 each", "ragged to 64")]
     for bs, kind in [*cases, *([] if quick else [(1, "a row of 8192"), (32, "a row of 8192 each")])]:
 
@@ -109,8 +108,7 @@ def assign_extend_cache_locs(quick: bool = False) -> list[Row]:
         for name, fn in impls.items():
             check("assign_extend_cache_locs", name, partial(_by_position, fn), make)
         calls = {name: partial(fn, *args) for name, fn in impls.items()}
-        rows.append({"op": "assign_extend_cache_locs", "bs": bs, "lengths": kind, **measure(calls, quick)})
-    return rows
+        yield {"op": "assign_extend_cache_locs", "bs": bs, "lengths": kind, **measure(calls, quick)}
 
 
 # --- rope_kv_write ----------------------------------------------------------------------------------
@@ -140,7 +138,8 @@ def _plain(fn: Callable[..., Any], a: dict[str, Any]) -> Any:
     return fn(*list(a.values())[:8])
 
 
-def rope_kv_write(quick: bool = False) -> list[Row]:
+@table
+def rope_kv_write(quick: bool) -> Iterator[Row]:
     """memcpy copies half as many bytes as the op reads and writes: it moves as much."""
     from hal.backends.cpu.rope_kv_write import rope_kv_write as ours
 
@@ -148,7 +147,6 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
     cases += [("llama3-8b", d, t) for d in ("fp16", "fp32") for t in (1, 16, 256, 2048)]
     cases += [("llama3-8b", "bf16 to e4m3", t) for t in (1, 16, 256, 2048)]
     cases += [("smollm2", "fp32", t) for t in (1, 16, 256)]
-    rows = []
     for model, dtype, tokens in [cases[0], cases[1], cases[13]] if quick else cases:
         fp8 = "to" in dtype
         params: dict[str, Any] = {
@@ -179,8 +177,7 @@ def rope_kv_write(quick: bool = False) -> list[Row]:
         calls: dict[str, Callable[[], Any]] = {n: partial(fn, make()) for n, fn in impls.items()}
         calls["memcpy"] = copy
         row = {"op": "rope_kv_write", "model": model, "dtype": dtype, "tokens": tokens, "work": {"bytes": moved}}
-        rows.append({**row, **measure(calls, quick)})
-    return rows
+        yield {**row, **measure(calls, quick)}
 
 
 def _memcpy(a: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
@@ -197,7 +194,8 @@ def _memcpy(a: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
 # --- kv_transfer ------------------------------------------------------------------------------------
 
 
-def kv_transfer(quick: bool = False) -> list[Row]:
+@table
+def kv_transfer(quick: bool) -> Iterator[Row]:
     """Pages in random order, host to host. Eager torch assigns by index, a layer at a time."""
     from hal.backends.cpu.kv_transfer import kv_transfer as ours
 
@@ -216,7 +214,6 @@ def kv_transfer(quick: bool = False) -> list[Row]:
         ("mla 576", "layer_first", "page_first"),
         ("mla 576", "page_first", "layer_first"),
     ]
-    rows = []
     for kind, a, b in pairs[:2] if quick else pairs:
         for page in (1, 16, 64):
             make = partial(
@@ -245,8 +242,7 @@ def kv_transfer(quick: bool = False) -> list[Row]:
             got = measure(calls, quick, rounds=9)
             gbs = {n: nbytes / us / 1e3 for n, us in got.pop("wall_us").items()}
             case = {"op": "kv_transfer", "rows": kind, "from": a, "to": b, "page": page}
-            rows.append({**case, "wall_gbs": gbs, **got})
-    return rows
+            yield {**case, "wall_gbs": gbs, **got}
 
 
 def _eager_transfer(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tensor, **_: Any) -> None:
@@ -259,11 +255,11 @@ def _eager_transfer(src: KVPool, dst: KVPool, src_slots: Tensor, dst_slots: Tens
 # --- the host path ----------------------------------------------------------------------------------
 
 
-def dispatch(quick: bool = False) -> list[Row]:
+@table
+def dispatch(quick: bool) -> Iterator[Row]:
     """What selection and checks add to the backend's own function, on calls so small that little else is left."""
     import hal
 
-    rows = []
     for op, params in (
         ("get_last_loc", {"bs": 1}),
         ("rope_kv_write", {"n": 1, "q_heads": 1, "kv_heads": 1, "head_dim": 64}),
@@ -281,8 +277,7 @@ def dispatch(quick: bool = False) -> list[Row]:
             "reference": partial(get_spec(op).reference, *args),
             "torch.empty_like": partial(torch.empty_like, args[0][:1]),
         }
-        rows.append({"op": f"dispatch {op}", **measure(calls, quick)})
-    return rows
+        yield {"op": f"dispatch {op}", **measure(calls, quick)}
 
 
 TABLES: dict[str, Callable[[bool], list[Row]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import _host
-from hal.bench import OURS, Row, launcher
+from hal.bench import OURS, Row, launcher, table
 from hal.bench.cpu import SHAPES, by_name
 from hal.bench.judge import check
 from hal.bench.timing import measure
@@ -61,7 +61,7 @@ def _fused_attention(args: dict[str, Any]) -> Tensor:
 _FUSED = {"decode_attention": _fused_attention, "extend_attention": _fused_attention}
 
 
-def engine(op: str, quick: bool = False) -> list[Row]:
+def engine(op: str, quick: bool) -> Iterator[Row]:
     """Against the reference: what the contract says in plain torch, valid indices or not, without a loop in Python.
 
     Attention also against torch's fused one, a call a request over its gathered rows.
@@ -75,14 +75,12 @@ def engine(op: str, quick: bool = False) -> list[Row]:
     }
     if op in _FUSED:
         impls["eager, fused"] = _FUSED[op]
-    rows = []
     for n in sizes[:1] if quick else sizes:
         make = partial(contract.make, **{size: n, **shape})
         for name, fn in impls.items():
             check(op, name, fn, make)
         calls = {name: partial(fn, _steady(make())) for name, fn in impls.items()}
-        rows.append({"op": op, size: n, **measure(calls, quick)})
-    return rows
+        yield {"op": op, size: n, **measure(calls, quick)}
 
 
 def _steady(args: dict[str, Any]) -> dict[str, Any]:
@@ -95,4 +93,4 @@ def _steady(args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
-TABLES: dict[str, Callable[[bool], list[Row]]] = {op: partial(engine, op) for op in ENGINE}
+TABLES: dict[str, Callable[[bool], list[Row]]] = {op: table(partial(engine, op)) for op in ENGINE}

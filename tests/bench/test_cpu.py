@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,19 +183,29 @@ def test_measure_tells_fast_from_slow() -> None:
     assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_stopped_keeps_what_was_measured(
-    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    by: signal.Signals, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed here")
-    from hal.bench.cuda.harness import table_of
-
     def row(i: int) -> bench.Row:
         if i == 2:
             os.kill(os.getpid(), by)
         return {"op": "an_op", "bs": i, "host_us": {"hal": 4.0, "peer": 5.0}}
 
-    tables = {"one": lambda quick: [row(0)], "two": lambda quick: table_of(partial(row, i) for i in (1, 2, 3))}
+    if device == "cuda":
+        pytest.importorskip("triton", reason="Triton is not installed here")
+        from hal.bench.cuda.harness import table_of
+
+        def two(quick: bool) -> list[bench.Row]:
+            return table_of(partial(row, i) for i in (1, 2, 3))
+    else:
+
+        @bench.table
+        def two(quick: bool) -> Iterator[bench.Row]:
+            yield from map(row, (1, 2, 3))
+
+    tables = {"one": lambda quick: [row(0)], "two": two}
     monkeypatch.setattr(bench, "tables_of", lambda device: {**tables, "three": lambda quick: [row(4)]})
     before = signal.getsignal(signal.SIGTERM)
     assert bench.main(json=True, save=str(tmp_path)) == 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.bench import OURS, Row, Stopped, launcher, timing
+from hal.bench import OURS, Row, kept, launcher, timing
 from hal.ops.spec import FP8
 from hal.triton import launch
 
@@ -121,17 +121,17 @@ def op_row(
 
 def table_of(cases: Iterable[Callable[[], Row]]) -> list[Row]:
     """The rows of all cases; one that can't even be made is a row that says so. `Stopped` has those until then."""
-    rows: list[Row] = []
-    for case in cases:
-        try:
-            rows.append(case())
-        except Exception as e:
-            traceback.print_exc()
-            rows.append({**getattr(case, "keywords", {}), "failed": {OURS: reason(e)}})
-        except KeyboardInterrupt:
-            raise Stopped(rows) from None
+    return kept(_row_of(case) for case in cases)
+
+
+def _row_of(case: Callable[[], Row]) -> Row:
+    try:
+        return case()
+    except Exception as e:
+        traceback.print_exc()
+        return {**getattr(case, "keywords", {}), "failed": {OURS: reason(e)}}
+    finally:
         timing.free_memory()
-    return rows
 
 
 def reason(e: Exception) -> str:
