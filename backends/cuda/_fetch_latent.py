@@ -10,68 +10,100 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from hal.backends.cuda import _tiles
-from hal.backends.cuda._fetch import BOX, WORD, _half, _put, exponent, magnitude, power
-from hal.backends.cuda._fetch_rows import HALF
+from hal.backends.cuda._fetch import BOX, WORD, _put, exponent, magnitude, power
+from hal.backends.cuda._fetch_rows import HALF, KEYS
 
 row_at = gluon.jit(_tiles.row_at.fn)
 
+MANY = gl.constexpr(KEYS.value // 2)
+"""Rows that are loaded, widened and stored together."""
+
+
+@gluon.constexpr_function
+def _lanes(W):
+    """[rows, words]: 64 bytes of a row by four threads, 16 each, and then those 64 bytes further. So all that a thread
+    loads of a tile is of two rows, at offsets that are known; and of eight threads that store together, four have every
+    other 16 bytes of 128 in one row, and four those between in the next: no two the same banks."""
+    cols = [[0, 1 << i] for i in range(W.bit_length() - 1)]
+    rows = [[1 << i, 0] for i in range(5)]
+    return gl.DistributedLinearLayout(cols[:2] + cols[4:], cols[2:4] + rows[:3], rows[3:], [], [MANY.value, W])
+
 
 @gluon.jit
-def _begin(slot, num_slots, stride):
-    """(where the rows of slots begin, -1 where there is none; which there are)."""
-    ok = (slot >= 0) & (slot < num_slots)
-    return gl.where(ok, gl.where(ok, slot, 0).to(gl.int64) * stride, -1), ok
+def _slots(slots, j, high):
+    """Those of MANY entries from j on; -1 from `high` on."""
+    n = gl.arange(0, MANY, gl.SliceLayout(1, _lanes(HALF // WORD)))
+    return gl.load(slots + j + n, n < high - j, other=-1)
+
+
+@gluon.jit
+def _there(slot, num_slots):
+    """Slots that there are, as int32; -1 for others."""
+    if slot.dtype == gl.int32:
+        ok = slot.to(gl.uint32, bitcast=True) < num_slots.to(gl.uint32)
+    else:
+        ok = slot.to(gl.uint64, bitcast=True) < num_slots.to(gl.uint64)
+    return gl.where(ok, slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def _load(base, slot, stride, UNIT: gl.constexpr, W: gl.constexpr):
+    """W words of rows, which begin `stride` UNITs apart; zeros where there is none."""
+    LAYOUT: gl.constexpr = _lanes(W)
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    row = slot.to(gl.int64) * stride * (UNIT // WORD)
+    d = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(base + (row[:, None] + d), (slot >= 0)[:, None], other=0)
 
 
 @gluon.jit
 def fetch_latent(
-    q, cache, map, slots, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
+    q, cache, map, slots, heads, low, high, tiles, q_boxes, k, all, there, rows, q_full, full, empty, q_row,
     q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The rows of entries [low, high): of each tile the half that its own group sums, then the other half and the rest.
 
-    By 32 rows at a time, two or three of which are under way, from tile to tile; slots are read two tiles ahead. What
-    is stored here is seen by `wgmma` past the fences of those who wait for it.
+    By 32 rows at a time, two or three of which are under way, from tile to tile; slots are read a tile ahead. What is
+    stored here is seen by `wgmma` past the fences of those who wait for it.
     """
-    N: gl.constexpr = rows.shape[1]
-    W: gl.constexpr = k[0].shape[2] // WORD
-    REST: gl.constexpr = k[2].shape[2] // WORD
+    W: gl.constexpr = HALF // WORD
+    REST: gl.constexpr = BOX // WORD
     KIND: gl.constexpr = cache.dtype.element_ty
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    each = low + gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    at, ok = _begin(gl.load(slots + each, each < high, other=-1), num_slots, stride)
-    rows.index(0).store(at)
-    each += N
-    slot = gl.load(slots + each, each < high, other=-1)
-    a = _half(words, rows.index(0), 0, UNIT, W)
-    b = _half(words, rows.index(0), N // 2, UNIT, W)
+    num_slots = gl.minimum(num_slots, 2**31 - 1).to(gl.int32)
+    upper = _there(_slots(slots, low, high), num_slots)
+    lower = _there(_slots(slots, low + MANY, high), num_slots)
+    a = _load(words, upper, stride, UNIT, W)
+    b = _load(words, lower, stride, UNIT, W)
     free = 1
-    for t in range(0, tiles, 2):
+    stop = gl.maximum(high, low + 1)
+    for j in range(low, stop, 2 * KEYS):
         for w in gl.static_range(2):
-            if t + w < tiles:
+            if j + w * KEYS < stop:
                 own, other, rest = k[w].index(w), k[1 - w].index(w), k[2].index(w)
                 # The other half of this tile is the own half of the next.
                 half = words + (1 - w) * W
-                c = _half(half, rows.index(w), 0, UNIT, W)
-                c_rest = _half(words + 2 * W, rows.index(w), 0, UNIT, REST)
+                next_upper = _slots(slots, j + (w + 1) * KEYS, high)
+                next_lower = _slots(slots, j + (w + 1) * KEYS + MANY, high)
+                c = _load(half, upper, stride, UNIT, W)
+                c_rest = _load(words + 2 * W, upper, stride, UNIT, REST)
                 mbarrier.wait(empty.index(2 * w), free)
-                there.index(w).store(ok.to(gl.int8))
+                there.index(w).slice(0, MANY).store((upper >= 0).to(gl.int8))
+                there.index(w).slice(MANY, MANY).store((lower >= 0).to(gl.int8))
                 _put(own, 0, a, KIND)
-                d = _half(half, rows.index(w), N // 2, UNIT, W)
-                d_rest = _half(words + 2 * W, rows.index(w), N // 2, UNIT, REST)
-                _put(own, N // 2, b, KIND)
+                d = _load(half, lower, stride, UNIT, W)
+                d_rest = _load(words + 2 * W, lower, stride, UNIT, REST)
+                upper = _there(next_upper, num_slots)
+                lower = _there(next_lower, num_slots)
+                _put(own, MANY, b, KIND)
                 mbarrier.arrive(full.index(2 * w))
-                at, ok = _begin(slot, num_slots, stride)
-                rows.index(1 - w).store(at)
-                each += N
-                slot = gl.load(slots + each, each < high, other=-1)
-                a = _half(half, rows.index(1 - w), 0, UNIT, W)
+                a = _load(half, upper, stride, UNIT, W)
                 mbarrier.wait(empty.index(2 * w + 1), free)
                 _put(other, 0, c, KIND)
+                b = _load(half, lower, stride, UNIT, W)
                 _put(rest, 0, c_rest, KIND)
-                b = _half(half, rows.index(1 - w), N // 2, UNIT, W)
-                _put(other, N // 2, d, KIND)
-                _put(rest, N // 2, d_rest, KIND)
+                _put(other, MANY, d, KIND)
+                _put(rest, MANY, d_rest, KIND)
                 mbarrier.arrive(full.index(2 * w + 1))
         free ^= 1
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from hal.backends.cuda import _tiles
-from hal.backends.cuda.extend_attention_hopper import ROWS
+from hal.backends.cuda.extend_attention_hopper import ROWS, _zero
 
 row_at = gluon.jit(_tiles.row_at.fn)
 
@@ -24,24 +24,37 @@ BOX = gl.constexpr(64)
 
 
 @gluon.jit
-def _queries(to, q, heads, q_row, q_head, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
-    """Queries into a tile; by pieces, for want of registers."""
-    D: gl.constexpr = to.shape[1]
-    PIECE: gl.constexpr = 16
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    for i in gl.static_range(0, ROWS, PIECE):
-        r = i + gl.arange(0, PIECE, gl.SliceLayout(1, ROW))
-        at = q + ((row_at(r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d)
-        async_copy.async_copy_global_to_shared(to.slice(i, PIECE), at, (r < heads)[:, None])
+def _queries(to, q, heads, q_row, q_head, zero, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
+    """Queries into boxes, one after another, for want of registers; where rows begin is not kept for the next request
+    either."""
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = zero + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
+    d = gl.arange(0, BOX, gl.SliceLayout(0, ROW))[None, :]
+    at = (row_at(r, q_row, q_head, GROUP, TOKENS) * UNIT)[:, None] + d
+    for i in range(to.shape[0]):
+        async_copy.async_copy_global_to_shared(to.index(i), q + i * BOX + at, (r < heads)[:, None])
+
+
+@gluon.constexpr_function
+def _rows(D):
+    """[KEYS, D]: 16 bytes a thread. What a thread has is of few rows in eight, whose 16 bytes lie apart by the same
+    swizzle, so that few registers say where."""
+    lanes = [[0, d] for d in (8, 16, 32, 64, 128) if d < D]
+    rows = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0]]
+    if len(lanes) == 5:
+        return gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], rows[0], *rows[3:]], lanes, rows[1:3], [], [KEYS.value, D]
+        )
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *rows[4:]], [*lanes, *rows[:2]], rows[2:4], [], [KEYS.value, D]
+    )
 
 
 @gluon.jit
 def _copy(to, base, rows, whole, UNIT: gl.constexpr):
     """Rows, which begin at so many UNITs, into a tile; zeros for those that begin below 0, if not `whole`."""
     D: gl.constexpr = to.shape[1]
-    EACH: gl.constexpr = KEYS * D // 256 // gl.num_warps()
-    ROW: gl.constexpr = gl.BlockedLayout([EACH, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = _rows(D)
     d = base + gl.arange(0, D, gl.SliceLayout(0, ROW))
     at = (rows.load(gl.SliceLayout(1, ROW)) * UNIT)[:, None]
     if whole:
@@ -123,15 +136,14 @@ def _slots_of(slots, j, high, MAP: gl.constexpr):
 
 @gluon.jit
 def fetch_rows(
-    q, cache, map, slots, heads, low, high, tiles, q_tiles, k, all, there, rows, q_full, full, empty, q_row,
+    q, cache, map, slots, heads, low, high, tiles, q_boxes, k, all, there, rows, q_full, full, empty, q_row,
     q_head, stride, num_slots, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The queries, then the rows of entries [low, high), tile by tile; slots are read two tiles ahead."""
     slot, first = _slots_of(slots, low, high, MAP)
     # Before the queries, or its slots would be there only after all of them, and with them the first tile's.
     coming, next = _slots_of(slots, low + KEYS, high, MAP)
-    for i in gl.static_range(3):
-        _queries(q_tiles[i].index(0), q + i * HALF, heads, q_row, q_head, UNIT, GROUP, TOKENS)
+    _queries(q_boxes, q, heads, q_row, q_head, _zero(low), UNIT, GROUP, TOKENS)
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     free = 1
     stop = gl.maximum(high, low + 1)

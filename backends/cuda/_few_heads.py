@@ -112,15 +112,37 @@ def share_few(GROUP: gl.constexpr, TOKENS: gl.constexpr):
     )
     q_full, done = _barriers(1).index(0), _barriers(1).index(0)
     full, empty, p_full, p_empty = _barriers(STAGES), _barriers(STAGES), _barriers(2), _barriers(2)
+    return q_tiles, all, p, places, columns, (q_full, full, empty, p_full, p_empty, done)
+
+
+@gluon.jit
+def begin_few(barriers):
+    """Before a request: how many arrive at each."""
+    q_full, full, empty, p_full, p_empty, done = barriers
+    ALL: gl.constexpr = full.shape[0]
     mbarrier.init(q_full, count=2)
     mbarrier.init(done, count=2)
     for w in gl.static_range(2):
         mbarrier.init(p_full.index(w), count=1)
         mbarrier.init(p_empty.index(w), count=1)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(ALL):
         mbarrier.init(full.index(stage), count=129)
         mbarrier.init(empty.index(stage), count=2)
-    return q_tiles, all, p, places, columns, (q_full, full, empty, p_full, p_empty, done)
+
+
+@gluon.jit
+def end_few(barriers):
+    """Behind a request, before the next begins them anew."""
+    q_full, full, empty, p_full, p_empty, done = barriers
+    ALL: gl.constexpr = full.shape[0]
+    mbarrier.invalidate(q_full)
+    mbarrier.invalidate(done)
+    for w in gl.static_range(2):
+        mbarrier.invalidate(p_full.index(w))
+        mbarrier.invalidate(p_empty.index(w))
+    for stage in gl.static_range(ALL):
+        mbarrier.invalidate(full.index(stage))
+        mbarrier.invalidate(empty.index(stage))
 
 
 @gluon.jit
@@ -323,7 +345,7 @@ def _partly(w):
 
 @gluon.jit
 def _left(
-    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head,
+    PART: gl.constexpr, acc, out, lse, part, part_lse, heads, parts, tops, totals, done, v_factor, out_row, out_head,
     LSE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """What is left of a program's sums: outputs, or a part for the merge."""
@@ -338,7 +360,7 @@ def _left(
     if PART == 0:
         r = gl.arange(0, ROWS, COLUMN)
         logs = gl.where(seen, tops.index(0).load(COLUMN) + gl.log2(whole), ABSENT)
-        if alone:
+        if parts == 1:
             if LSE:
                 gl.store(lse + r, logs * LN2, r < heads)
         else:
@@ -350,7 +372,7 @@ def _left(
     acc = gl.convert_layout(acc, TO)
     share = gl.convert_layout(v_factor / whole, ROW)
     r = gl.arange(0, ROWS, ROW)
-    if alone:
+    if parts == 1:
         d = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, TO))[None, :]
         at = row_at(r, out_row, out_head, GROUP, TOKENS)[:, None] * UNIT + d
         gl.store(out + at, (acc * share[:, None]).to(out.dtype.element_ty), (r < heads)[:, None])
@@ -360,7 +382,7 @@ def _left(
 
 @gluon.jit
 def work_few(
-    PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, room, by, sign, v_factor,
+    PART: gl.constexpr, q, out, lse, part, part_lse, heads, parts, low, high, first, tiles, room, by, sign, v_factor,
     q_row, q_head, out_row, out_head, LSE: gl.constexpr, UNIT: gl.constexpr, WIDE_EXPONENT: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
@@ -451,6 +473,6 @@ def work_few(
 
     totals.index(PART).store(gl.convert_layout(gl.sum(total, 0), COLUMN))
     _left(
-        PART, acc, out, lse, part, part_lse, heads, alone, tops, totals, done, v_factor, out_row, out_head, LSE, UNIT,
+        PART, acc, out, lse, part, part_lse, heads, parts, tops, totals, done, v_factor, out_row, out_head, LSE, UNIT,
         GROUP, TOKENS,
     )  # fmt: skip

@@ -5,6 +5,7 @@ Decoding knows one query a request. Here each program finds which tile of tokens
 keys and values apart, which there go from memory straight into products, those of few tokens a request.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from hal.backends.cuda import _merge, decode_attention
 from hal.kv.view import page_size
 from hal.ops.spec import FP8
+from hal.triton import launch
 from hal.triton.plans import MOST, Plan, Scratch, Size, Step, length
 
 MOST_SPLIT = 512
@@ -81,7 +83,7 @@ def taken(
     lines = n.at_most(n.per(tokens) + bs).at_most(most) + programs
     part, sums = Scratch(Size()), Scratch(lines.times(heads * tokens * v_dim))  # behind the sums: `_tiles.note`
     steps = []
-    forms = tuple(decode_attention.by_many(run, programs, k_cache.dtype in FP8, 0, most))
+    forms = tuple(_by_many(run, programs, k_cache.dtype in FP8, 0, most))
     for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
@@ -94,3 +96,18 @@ def taken(
             steps += _merge.steps(each, v_dim, merge, (), least, longest)
     size = lines.times(heads * tokens * v_dim) + (n.at_most(most) + programs).times(heads * tokens) + n.times(4)
     return Taken(tuple(steps), size, few)
+
+
+def _by_many(
+    run: launch.Launch, programs: int, fp8: bool, least: int, most: int
+) -> Iterator[tuple[launch.Launch, int, int]]:
+    """What starts, of more than how many query tokens, and of up to how many: of MLA's rows under more
+    query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
+    The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
+    short for pairs to change places."""
+    half = max(least, min(programs // 2, most))
+    if run.static.get("HALVES") and run.static["GROUP"] > 64:
+        yield run, least, half
+        yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), half, most
+    else:
+        yield run, least, most

@@ -8,8 +8,6 @@ and their log-sum-exps. Whoever is last of a request's to be done merges them; w
 short, a second kernel does (`_merge.py`).
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -289,21 +287,6 @@ def _plan(
     return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
 
 
-def by_many(
-    run: launch.Launch, programs: int, fp8: bool, least: int = -1, most: int = MOST
-) -> Iterator[tuple[launch.Launch, int, int]]:
-    """What starts, of more than how many requests, or query tokens, and of up to how many: of MLA's rows under more
-    query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
-    The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
-    short for pairs to change places."""
-    half = max(least, min(programs // 2, most))
-    if run.static.get("HALVES") and run.static["GROUP"] > 64:
-        yield run, least, half
-        yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), half, most
-    else:
-        yield run, least, most
-
-
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
     """Whether the kernel for Hopper takes them: MLA's shared rows of 16 bits or fp8, whole 16 bytes apart. No window,
     no logit_cap, no page apart from the next: registers are short, and no model has those with such rows."""
@@ -371,15 +354,16 @@ def _plans(
             window, "scale", "logit_cap", *no_tokens,
         )  # fmt: skip
         some = (("kv_indices", least, longest),)
-        grid = length("q", times=blocks) + parts * blocks
-        if parts == 1:
-            steps.append(Step(run, grid, args, some))
-            continue
-        for each, few, many in by_many(run, programs, k_cache.dtype in FP8):
-            steps.append(Step(each, grid, args, (*some, ("q", few, many))))
-            if not run.static.get("TOGETHER"):
-                merge = (part, sums, to, "lse", *row, length("q"), programs)
-                steps += _merge.steps(each, v_dim, merge, some, few, many)
+        requests = length("q", times=blocks)
+        if parts > 1 and "FEW_HEADS" in run.static:
+            # Those programs that run at once share all requests (`_shares.py`). Beside a few more, which end at once,
+            # what merges begins later, and gets in the way of fewer.
+            requests = requests.at_most(parts * blocks)
+        grid = requests + parts * blocks
+        steps.append(Step(run, grid, args, some))
+        if parts > 1 and not run.static.get("TOGETHER"):
+            merge = (part, sums, to, "lse", *row, length("q"), programs)
+            steps += _merge.steps(run, v_dim, merge, some, -1, MOST)
     return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 

@@ -7,8 +7,8 @@ of its keys was, which nobody reads any more. Each group sums half of the values
 not fit the registers of one: its own tiles' by weights in its registers, the other's by those in shared memory. So the
 softmax of one tile runs under the products of the other. Halves of a buffer are filled and freed apart: how rows of 16
 bits come is in `_fetch_rows.py`, of fp8 in `_fetch_latent.py`. Rows of fp8 under few query heads are multiplied
-otherwise: `_few_heads.py`. Which keys are a program's is as in `decode_attention_kernel`; another launch merges the
-parts.
+otherwise: `_few_heads.py`. Which keys of which requests are a program's: `_shares.py`; it takes the requests one after
+the other. Another launch merges the parts.
 
 Source of the two groups' turns: FlashMLA's "seesaw" schedule (DeepSeek, deep dive of 2025-04-22).
 """
@@ -23,18 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda import _attention, _split, _tiles
+from hal.backends.cuda import _attention, _shares, _split, _tiles
 from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import fetch_latent, scale_queries
 from hal.backends.cuda._fetch_rows import BOX, HALF, KEYS, fetch_rows
-from hal.backends.cuda._few_heads import fetch_few, share_few, work_few
+from hal.backends.cuda._few_heads import begin_few, end_few, fetch_few, share_few, work_few
 from hal.backends.cuda._parts import leave_part
 from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barriers, _by_row, _zero
 from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
 find_own = gluon.jit(_tiles.find_own.fn)
-keys_of = gluon.jit(_split.keys_of.fn)
+find_shares = gluon.jit(_shares.find_own.fn)
+keys_of = gluon.jit(_shares.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
 note_tile = gluon.jit(_tiles.note.fn)
@@ -56,6 +57,13 @@ MAP_REGISTERS = gl.constexpr(216)
 """The same where rows come by boxes, so that who fetches has few."""
 FP8_REGISTERS = gl.constexpr(200)
 """The same over fp8: rows under way to being widened are in registers."""
+SLACK = gl.constexpr(10)
+"""Tiles more than its share that a program may have, so that there are fewer parts (`_shares.py`): what their merging
+takes. As measured: docs/performance-mla.md."""
+FEW_HEADS_SLACK = gl.constexpr(6)
+"""The same of few query heads over fp8, of which a part is less."""
+ROWS_SLACK = gl.constexpr(20)
+"""The same of rows of 16 bits that one program reads for all query heads: some programs already read as fast as all."""
 
 
 @gluon.jit
@@ -128,7 +136,7 @@ def _leave(way, acc, out, heads, out_row, out_head, UNIT: gl.constexpr, GROUP: g
 
 @gluon.jit
 def _work(
-    PART: gl.constexpr, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
+    PART: gl.constexpr, q, out, lse, part, part_lse, heads, parts, low, high, first, tiles, q_tiles, k, there, tops,
     totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head, out_row, out_head,
     LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     HALVES: gl.constexpr, PAIRED: gl.constexpr,
@@ -204,13 +212,13 @@ def _work(
         if FP8:
             logs = logs - SHIFT
         logs = gl.where(some, logs, ABSENT)
-        if alone:
+        if parts == 1:
             if LSE:
                 gl.store(lse + r, logs * LN2, r < heads)
         else:
             gl.store(part_lse + r, logs, r < heads)
     share = gl.convert_layout(v_factor / whole, gl.SliceLayout(1, SUMS))
-    if alone:
+    if parts == 1:
         way = q_tiles[PART].index(0)
         _leave(way, acc * share[:, None], out + PART * HALF, heads, out_row, out_head, UNIT, GROUP, TOKENS)
     else:
@@ -228,6 +236,29 @@ def _init_barriers(q_full, done, full, empty, p_full, FP8: gl.constexpr, MAP: gl
         for i in gl.static_range(2):
             mbarrier.init(full.index(2 * w + i), count=1 if FP8 else 128 + i + MAP)
             mbarrier.init(empty.index(2 * w + i), count=1)
+
+
+@gluon.jit
+def _keep(to, i: gl.constexpr, x):
+    """A number, for all warps that get to it past a barrier."""
+    to.index(i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+
+
+@gluon.jit
+def _kept(where, i: gl.constexpr):
+    return gl.max(where.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _end_barriers(q_full, done, full, empty, p_full):
+    """Behind a request, before the next begins them anew."""
+    mbarrier.invalidate(q_full)
+    mbarrier.invalidate(done)
+    for w in gl.static_range(2):
+        mbarrier.invalidate(p_full.index(w))
+        for i in gl.static_range(2):
+            mbarrier.invalidate(full.index(2 * w + i))
+            mbarrier.invalidate(empty.index(2 * w + i))
 
 
 @launch.jit(
@@ -253,24 +284,41 @@ def decode_attention_hopper_kernel(
     FP8: gl.constexpr = k_cache.dtype.element_ty != q.dtype.element_ty
     if FEW_HEADS:
         room = share_few(GROUP, TOKENS)
+        begin_few(room[5])
     else:
         dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
         NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, KEYS], dtype)
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        q_tiles = (
-            gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
-            gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
-            gl.allocate_shared_memory(dtype, [1, ROWS, 64], NARROW),
-        )
         # The rotated part's tile takes the weights, 64 queries by 64 keys, once its products are done.
         EACH: gl.constexpr = 2 * HALF // BOX
-        all = gl.allocate_shared_memory(dtype, [2 * EACH + 2, KEYS, BOX], NARROW)
-        k = (
-            all.index(0)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
-            all.index(EACH)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
-            all.index(2 * EACH)._reinterpret(dtype, [2, KEYS, BOX], NARROW),
-        )
+        if FP8:
+            # Each apart: Triton puts a barrier between stores that might be to the same place.
+            q_tiles = (
+                gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+                gl.allocate_shared_memory(dtype, [1, ROWS, HALF], WIDE),
+                gl.allocate_shared_memory(dtype, [1, ROWS, BOX], NARROW),
+            )
+            q_boxes = q_tiles[2]
+            k = (
+                gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
+                gl.allocate_shared_memory(dtype, [2, KEYS, HALF], WIDE),
+                gl.allocate_shared_memory(dtype, [2, KEYS, BOX], NARROW),
+            )
+            all = k[2]
+        else:
+            q_boxes = gl.allocate_shared_memory(dtype, [EACH + 1, ROWS, BOX], NARROW)
+            q_tiles = (
+                q_boxes.index(0)._reinterpret(dtype, [1, ROWS, HALF], WIDE),
+                q_boxes.index(EACH // 2)._reinterpret(dtype, [1, ROWS, HALF], WIDE),
+                q_boxes.index(EACH)._reinterpret(dtype, [1, ROWS, BOX], NARROW),
+            )
+            all = gl.allocate_shared_memory(dtype, [2 * EACH + 2, KEYS, BOX], NARROW)
+            k = (
+                all.index(0)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+                all.index(EACH)._reinterpret(dtype, [2, KEYS, HALF], WIDE),
+                all.index(2 * EACH)._reinterpret(dtype, [2, KEYS, BOX], NARROW),
+            )
         rows = gl.allocate_shared_memory(gl.int64, [2, KEYS], FLAT)
         there = gl.allocate_shared_memory(gl.int8, [2, KEYS], FLAT)
         tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
@@ -281,9 +329,7 @@ def decode_attention_hopper_kernel(
         q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         full, empty, p_full = _barriers(4), _barriers(4), _barriers(2)
-
-        if not FP8:  # before waiting for the kernel before; over fp8 a register of who fetches would be put aside
-            _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
+        _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -292,41 +338,65 @@ def decode_attention_hopper_kernel(
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
-    chunk, request, before, c, falls = find_own(
-        qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS,
-        FEW,
-    )  # fmt: skip
+    MORE: gl.constexpr = FEW_HEADS_SLACK if FEW_HEADS else SLACK if FP8 or GROUP > ROWS else ROWS_SLACK
     if TOKENS:
+        keys, first_request, before, c, falls = find_own(
+            qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS,
+            FEW,
+        )  # fmt: skip
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
+        share = 0
+        stop_request = gl.minimum(first_request + 1, bs)
+    else:
+        keys, share, first_request, stop_request, before = find_shares(
+            kv_indptr, few, many, c, nnz, bs, programs, SHORTEST, FEW_PARTS, KEYS, MORE
+        )
 
-    if request < bs:
+    # While a request is worked on registers are short: what is needed after it is in shared memory.
+    own = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    _keep(own, 0, first_request)
+    _keep(own, 1, stop_request)
+    _keep(own, 2, before)
+    _keep(own, 3, keys)
+    _keep(own, 4, share)
+    _keep(own, 5, c)
+    more = first_request < stop_request
+    while more:
+        request = _kept(own, 0)
+        before = _kept(own, 2)
+        c = _kept(own, 5)
+        _keep(own, 0, request + 1)
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS
         heads = gl.minimum(GROUP - member, ROWS)
         head = kv_head * GROUP + member
         if TOKENS:
             tile, begin, low, high, first = part_of(
-                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, KEYS
+                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, _kept(own, 3), TOKENS, CAUSAL, KEYS
             )
             note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
             parts = tile[4]
             row = tile[0].to(gl.int64)
             if TOKENS > 1:
                 heads = tile[1] * GROUP
+            part_line = c
         else:
-            begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, KEYS, False)
-            note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
+            begin, parts, low, high, part_line, leads, after = keys_of(
+                kv_indptr, request, c, before, nnz, _kept(own, 3), _kept(own, 4), KEYS
+            )
+            _keep(own, 2, after)
+            note(part_lse, request, part_line, leads, parts, bs, programs, Q_HEADS)
             row = request.to(gl.int64)
             first = high
         tiles = gl.maximum((high - low + (KEYS - 1)) // KEYS, 1)
-        line = c.to(gl.int64) * LINES + head
-        q += (row * q_row + head * q_head) * UNIT
-        out += (row * out_row + head * out_head) * UNIT
+        line = part_line.to(gl.int64) * LINES + head
+        q_at = q + (row * q_row + head * q_head) * UNIT
+        out_at = out + (row * out_row + head * out_head) * UNIT
+        lse_at = part_lse  # of no use
         if LSE:
-            lse += row * Q_HEADS + head
-        part += line * (2 * HALF)
-        part_lse += line
-        alone = parts == 1
+            lse_at = lse + (row * Q_HEADS + head)
+        part_at = part + line * (2 * HALF)
+        part_lse_at = part_lse + line
         by = scale * factor(k_scale, K_KIND)
         v_factor = factor(v_scale, V_KIND)
         sign = 1.0
@@ -336,8 +406,7 @@ def decode_attention_hopper_kernel(
             by = gl.abs(by)
         else:
             by = positive(by) * LOG2E
-        if FP8 and not FEW_HEADS:
-            _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
+        # What warps are given lies side by side: behind a truth value, which is a byte, they would read it by bytes.
         if FEW_HEADS:
             WIDE_EXPONENT: gl.constexpr = k_cache.dtype.element_ty == gl.float8e5
             gl.warp_specialize(
@@ -347,12 +416,12 @@ def decode_attention_hopper_kernel(
                         num_slots, UNIT,
                     )),
                     (work_few, (
-                        0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, room, by, sign, v_factor,
-                        q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
+                        0, q_at, out_at, lse_at, part_at, part_lse_at, heads, parts, low, high, first, tiles, room,
+                        by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
                     )),
                     (work_few, (
-                        1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, room, by, sign, v_factor,
-                        q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
+                        1, q_at, out_at, lse_at, part_at, part_lse_at, heads, parts, low, high, first, tiles, room,
+                        by, sign, v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, WIDE_EXPONENT, GROUP, TOKENS,
                     )),
                 ],
                 [4, 4],
@@ -363,21 +432,29 @@ def decode_attention_hopper_kernel(
             gl.warp_specialize(
                 [
                     (fetch_latent if FP8 else fetch_rows, (
-                        q, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, heads, low, high, tiles,
-                        q_tiles, k, all, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
+                        q_at, k_cache + kv_head * kc_head * UNIT, map, kv_indices + begin, heads, low, high, tiles,
+                        q_boxes, k, all, there, rows, q_full, full, empty, q_row, q_head, kc_page, num_slots, UNIT,
                         GROUP, TOKENS, MAP,
                     )),
                     (_work, (
-                        0, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
-                        totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
+                        0, q_at, out_at, lse_at, part_at, part_lse_at, heads, parts, low, high, first, tiles,
+                        q_tiles, k, there, tops, totals, exponents, q_full, full, empty, p_full, done, by, sign,
+                        v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
                     )),
                     (_work, (
-                        1, q, out, lse, part, part_lse, heads, alone, low, high, first, tiles, q_tiles, k, there, tops,
-                        totals, exponents, q_full, full, empty, p_full, done, by, sign, v_factor, q_row, q_head,
-                        out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
+                        1, q_at, out_at, lse_at, part_at, part_lse_at, heads, parts, low, high, first, tiles,
+                        q_tiles, k, there, tops, totals, exponents, q_full, full, empty, p_full, done, by, sign,
+                        v_factor, q_row, q_head, out_row, out_head, LSE, UNIT, FP8, GROUP, TOKENS, HALVES, PAIRED,
                     )),
                 ],
                 [4, 4],
                 [OWN, OWN],
             )  # fmt: skip
+        more = _kept(own, 0) < _kept(own, 1)
+        if more:
+            if FEW_HEADS:
+                end_few(room[5])
+                begin_few(room[5])
+            else:
+                _end_barriers(q_full, done, full, empty, p_full)
+                _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)

@@ -200,7 +200,7 @@ def test_no_form_spills_or_has_its_products_serialized(heads: int, tmp_path: Pat
     found = next(call for call in calls if call[0].kernel.name == "decode_attention_hopper_kernel")
     assert found[0].static["TOKENS"] == max(64 // heads, 1)
     compiled = inspect.compile_call(found, 90)
-    _, spills, shared = inspect.resources(compiled.asm["cubin"])
+    _, spills, _ = inspect.resources(compiled.asm["cubin"])
     assert spills == 0
-    assert shared <= 232_448
+    assert compiled.metadata.shared <= 232_448
     assert not serialized(compiled.asm["ptx"], tmp_path)
