@@ -22,6 +22,10 @@ from hal.backends.cuda._split import counts, even, seen, shortest, total_of, wid
 
 BEGUN = tl.constexpr(2)
 """Tiles that as much time as to begin a request would be for: its queries, the first rows, what is left at the end."""
+LONG_ENOUGH = tl.constexpr(8)
+"""Of shorter requests, in tiles and `BEGUN`, in the mean, more begin at once where each has a program."""
+AT_LEAST = tl.constexpr(10)
+"""Sixteenths of the programs that run at once which whole requests take as long as, where they are fewer."""
 HUGE = tl.constexpr(2**31 - 1)
 
 
@@ -63,31 +67,56 @@ def find(
         aligned = (tl.max(stops) <= programs) & (part <= tiles // programs + SLACK)
     stop = first + 1
     if not aligned:
-        keys, share = _share(kv_indptr, n, each, nnz, bs, programs, STEP, SLACK)
-        low, high = c * share, (c + 1) * share
-        first, stop, before, base = c * 0, c * 0, c * 0, c * 0
-        for b in range(0, bs, BLOCK):
-            if bs > BLOCK:
-                n = seen(kv_indptr, b + each, nnz, bs, 0, False)
-            own = _tiles(n, keys, STEP)
-            ends = base + tl.cumsum(tl.where(n < 0, 0, own + BEGUN), 0)
-            ended = (ends <= low) & (n >= 0)
-            first += tl.sum(ended.to(tl.int32))
-            stop += tl.sum(((ends - own < high) & (n >= 0)).to(tl.int32))
-            before = tl.maximum(before, tl.max(tl.where(ended, ends, 0)))
-            base = tl.max(ends)
+        keys, total, longest = _counted(kv_indptr, n, each, nnz, bs, 0, STEP, False)
+        share = (total - 1) // programs + 1
+        whole = BEGUN + _tiles(longest, keys, STEP)
+        if whole * tl.cast(bs, tl.int64) == total:  # all are as long
+            several = ((share - 1) // whole + 1) * whole
+            share = tl.where((whole <= share) & (several <= share + SLACK), several, share)
+        first, stop, before = _by_shares(kv_indptr, n, each, c, nnz, bs, 0, keys, share, STEP, False)
     return keys, share, first, tl.minimum(stop, bs), before
 
 
 @triton.jit
-def _share(kv_indptr, n, each, nnz, bs, programs, STEP: tl.constexpr, SLACK: tl.constexpr):
-    """(keys of a tile, what a program has at most of what all requests count). `n`: of the first requests."""
+def find_uneven(
+    kv_indptr, each, c, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, STEP: tl.constexpr, ENOUGH: tl.constexpr,
+):  # fmt: skip
+    """(keys, share, first, stop, before, part): `find` where several programs share a multiprocessor, and a grid has
+    one for each request too: by shares only where `_split.find` would leave the memory idle, long enough to be worth
+    it. `part` is in place of c for what follows. ENOUGH: sixteenths of all programs that read as fast as all do."""
+    n = seen(kv_indptr, each, nnz, bs, window, WINDOW)
+    keys, total, longest = _counted(kv_indptr, n, each, nnz, bs, window, STEP, WINDOW)
+    share = (total - 1) // programs + 1
+    mean = total // bs
+    longest = BEGUN + _tiles(longest, keys, STEP)
+    # The last wave takes as long as if it were of ENOUGH programs, and ends with the longest request alone.
+    rest = bs % programs
+    least = tl.where(bs < programs, AT_LEAST, ENOUGH)
+    waves = bs // programs * 16 + tl.where(rest > 0, tl.maximum(rest * 16 // programs, least), 0)
+    took = waves * mean + (longest - mean) * ENOUGH
+    if (mean >= LONG_ENOUGH) & (took - 16 * share > share // 2):
+        first, stop, before = _by_shares(kv_indptr, n, each, c, nnz, bs, window, keys, share, STEP, WINDOW)
+    else:
+        keys, first, before = tl.cast(tl.maximum(nnz, 1), tl.int32), c, c
+        if (bs < programs) | (longest > 2 * share):
+            keys, first, before, c = _split.find(
+                kv_indptr, each, c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
+            )
+        stop = first + 1
+        share = c * 0
+    return keys, share, first, tl.minimum(stop, bs), before, c
+
+
+@triton.jit
+def _counted(kv_indptr, n, each, nnz, bs, window, STEP: tl.constexpr, WINDOW: tl.constexpr):
+    """(keys of a tile, what all requests count, keys of the longest). `n`: of the first requests."""
     BLOCK: tl.constexpr = each.shape[0]
     keys = tl.cast(STEP, tl.int32)
     total = total_of(_tiles(n, keys, STEP), 1)
     longest = tl.max(n)
     for b in range(BLOCK, bs, BLOCK):
-        more = seen(kv_indptr, b + each, nnz, bs, 0, False)
+        more = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
         total += total_of(_tiles(more, keys, STEP), 1)
         longest = tl.maximum(longest, tl.max(more))
     requests = tl.cast(bs, tl.int64)
@@ -95,12 +124,28 @@ def _share(kv_indptr, n, each, nnz, bs, programs, STEP: tl.constexpr, SLACK: tl.
     if total > 2**30:  # only where requests overlap: none is split
         keys = tl.cast(HUGE, tl.int32)
         total = (BEGUN + 1) * requests
-    share = (total.to(tl.int32) - 1) // programs + 1
-    whole = BEGUN + _tiles(longest, keys, STEP)
-    if whole * requests == total:  # all are as long
-        several = ((share - 1) // whole + 1) * whole
-        share = tl.where((whole <= share) & (several <= share + SLACK), several, share)
-    return keys, share
+    return keys, total.to(tl.int32), longest
+
+
+@triton.jit
+def _by_shares(
+    kv_indptr, n, each, c, nnz, bs, window, keys, share, STEP: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """(first, stop, before) of program c. `n`: keys of the first requests."""
+    BLOCK: tl.constexpr = each.shape[0]
+    low, high = c * share, (c + 1) * share
+    first, stop, before, base = c * 0, c * 0, c * 0, c * 0
+    for b in range(0, bs, BLOCK):
+        if bs > BLOCK:
+            n = seen(kv_indptr, b + each, nnz, bs, window, WINDOW)
+        own = _tiles(n, keys, STEP)
+        ends = base + tl.cumsum(tl.where(n < 0, 0, own + BEGUN), 0)
+        ended = (ends <= low) & (n >= 0)
+        first += tl.sum(ended.to(tl.int32))
+        stop += tl.sum(((ends - own < high) & (n >= 0)).to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(ended, ends, 0)))
+        base = tl.max(ends)
+    return first, stop, before
 
 
 @triton.jit
@@ -126,11 +171,17 @@ def find_own(
 
 
 @triton.jit
-def keys_of(kv_indptr, request, c, before, nnz, keys, share, STEP: tl.constexpr):
+def keys_of(
+    kv_indptr, request, c, before, nnz, keys, share, STEP: tl.constexpr, window=0, WINDOW: tl.constexpr = False
+):  # fmt: skip
     """Of a request that program c has something of, by what `find` gives: (where its keys begin, its parts, the first
     key of c, the key after its last, the line of c's part, the line of its first part, `before` of the next)."""
     begin = entry(kv_indptr, request, nnz)
     length = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    if WINDOW:
+        seen = tl.minimum(length, window + 1)
+        begin += length - seen
+        length = seen
     if share == 0:
         parts = counts(length, keys)
         own = (tl.maximum(length - 1, 0) // parts + STEP) // STEP * STEP

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from hal.backends.cuda import _split
 from hal.backends.cuda._attention import entry, lengths, within
+from hal.backends.cuda._shares import BEGUN
 from hal.backends.cuda._split import counts, even, notes, shortest, total_of, wider
 
 
@@ -31,19 +32,10 @@ def find(
     every = tl.cast(0, tl.int32)
     chunk = tl.maximum(nnz, 1).to(tl.int32)
     if bs <= BLOCK:
-        tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
-        keys = lengths(kv_indptr, each, each < bs, nnz)
-        if programs > 1:
-            total = total_of(keys, tiles)
-            most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), 0)
-            split = tl.minimum(wider(keys, tiles, most, programs), chunk)
-            chunk = tl.where(tl.max(keys) > WHOLE, split, chunk) if WHOLE else split
-        parts = counts(keys, chunk) * tiles
-        stop = tl.cumsum(parts, 0)
-        mine = (stop <= c) & (each < bs)
-        request += tl.sum(mine.to(tl.int32))
-        before += tl.max(tl.where(mine, stop, 0))
-        every += tl.max(stop)
+        tiles, keys, chunk, falls, _ = _cut(
+            qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST, FEW_PARTS, WHOLE, TOKENS
+        )
+        request, before, every = _placed(tiles, keys, chunk, each, c, bs)
     else:
         total = tl.cast(0, tl.int64)
         longest = tl.cast(0, tl.int32)
@@ -68,6 +60,92 @@ def find(
         request = _owner(qo_indptr, each, c, n, bs)
         every = n
     return chunk, request, before, falls != 0, every
+
+
+@triton.jit
+def _cut(
+    qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Of requests that are looked at at once: (tiles and keys of each, how many keys a part has at most, whether one
+    ends before it begins, the keys of all tiles)."""
+    tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
+    keys = lengths(kv_indptr, each, each < bs, nnz)
+    chunk = tl.maximum(nnz, 1).to(tl.int32)
+    total = tl.cast(0, tl.int64)
+    if programs > 1:
+        total = total_of(keys, tiles)
+        most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), 0)
+        split = tl.minimum(wider(keys, tiles, most, programs), chunk)
+        chunk = tl.where(tl.max(keys) > WHOLE, split, chunk) if WHOLE else split
+    return tiles, keys, chunk, falls, total
+
+
+@triton.jit
+def _placed(tiles, keys, chunk, each, c, bs):
+    """(the request that c is a part of a tile of, the parts of those before, of all)."""
+    parts = counts(keys, chunk) * tiles
+    stop = tl.cumsum(parts, 0)
+    mine = (stop <= c) & (each < bs)
+    return tl.sum(mine.to(tl.int32)), tl.max(tl.where(mine, stop, 0)), tl.max(stop)
+
+
+@triton.jit
+def find_shares(
+    qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, STEP: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
+    """(keys, share, request, which tile of it, tiles before, before, falls): `find`; or, where equal parts would leave
+    programs idle that run at once, by shares as in `_shares.py`: of all tiles of query tokens one behind the other,
+    each as long as its request."""
+    if bs <= few.shape[0]:
+        keys, share, request, tile, unit, before, falls = _find_shares(
+            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, TOKENS, STEP, SLACK
+        )
+    else:
+        keys, share, request, tile, unit, before, falls = _find_shares(
+            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, TOKENS, STEP, SLACK
+        )
+    return keys, share, request, tile, unit, before, falls
+
+
+@triton.jit
+def _find_shares(
+    qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, STEP: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
+    share, tile, unit = c * 0, c * 0, c * 0
+    if bs > each.shape[0]:
+        chunk, request, before, falls, _ = find(
+            qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+        )
+    else:
+        tiles, keys, chunk, fell, total = _cut(
+            qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+        )
+        request, before, every = _placed(tiles, keys, chunk, each, c, bs)
+        falls = fell != 0
+        if falls:
+            request = _owner(qo_indptr, each, c, n, bs)
+        elif programs > 1:
+            part = (tl.minimum(chunk, tl.max(keys)) + (STEP - 1)) // STEP
+            waves = (every - 1) // programs + 1
+            even_share = (tl.minimum(total, 2**30).to(tl.int32) // STEP + every) // programs
+            if (total < 2**30) & (waves * part > even_share + SLACK):
+                own = tl.where(tiles > 0, BEGUN + (tl.maximum(keys, 1) + (STEP - 1)) // STEP, 0)
+                ends = tl.cumsum(own * tiles, 0)
+                share = (tl.max(ends) - 1) // programs + 1
+                low = c * share
+                ended = (ends <= low) & (each < bs)
+                request = tl.sum(ended.to(tl.int32))
+                before = tl.max(tl.where(ended, ends, 0))
+                whole = tl.maximum(tl.max(tl.where(each == request, own, 0)), 1)
+                tile = (low - before) // whole
+                unit = tl.sum(tl.where(ended, tiles, 0)) + tile
+                before += tile * whole
+                if before + BEGUN >= low + share:
+                    request = bs
+    return chunk, share, request, tile, unit, before, falls
 
 
 @triton.jit
@@ -171,6 +249,46 @@ def part_of(
     own = (tl.maximum(last - 1, 0) // parts + STEP) // STEP * STEP
     low = part * own
     return (first + at, rows, tiles, part, parts), begin, low, tl.minimum(low + own, last), sees
+
+
+@triton.jit
+def share_of(
+    qo_indptr, kv_indptr, request, tile, c, before, share, n, nnz, TOKENS: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """`part_of`, of a tile that program c has a share of; then `before` of the next tile, and the tiles of the
+    request. The parts of a tile follow each other."""
+    first = entry(qo_indptr, request, n)
+    tokens = entry(qo_indptr, request + 1, n) - first
+    begin = entry(kv_indptr, request, nnz)
+    keys = tl.maximum(entry(kv_indptr, request + 1, nnz) - begin, 0)
+    at = tile * TOKENS
+    rows = tl.minimum(tokens - at, TOKENS)
+    sees = keys
+    last = keys
+    if CAUSAL:
+        sees = keys - tokens + at + 1
+        last = tl.maximum(sees + rows - 1, 0)
+    whole = (tl.maximum(keys, 1) + (STEP - 1)) // STEP
+    start = before + BEGUN
+    after = start + whole
+    leads = start // share
+    parts = (after - 1) // share - leads + 1
+    low = tl.maximum(c * share - start, 0) * STEP
+    high = tl.minimum(tl.minimum((c + 1) * share - start, whole) * STEP, last)
+    return (first + at, rows, 1, c - leads, parts), begin, low, high, sees, after, (tokens + (TOKENS - 1)) // TOKENS
+
+
+@triton.jit
+def after(qo_indptr, request, tile, tiles, n, bs, TOKENS: tl.constexpr):
+    """(request, tile) of the tile that follows, of a request that has tokens, or (bs, 0)."""
+    tile += 1
+    if tile >= tiles:
+        tile = 0
+        request += 1
+        while (request < bs) & (entry(qo_indptr, request + 1, n) <= entry(qo_indptr, request, n)):
+            request += 1
+    return request, tile
 
 
 @triton.jit

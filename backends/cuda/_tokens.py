@@ -101,13 +101,13 @@ def taken(
 def _by_many(
     run: launch.Launch, programs: int, fp8: bool, least: int, most: int
 ) -> Iterator[tuple[launch.Launch, int, int]]:
-    """What starts, of more than how many query tokens, and of up to how many: of MLA's rows under more
-    query heads than one program takes what leaves parts in fp32, where there are so many that few requests have parts.
-    The loop that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too
-    short for pairs to change places."""
-    half = max(least, min(programs // 2, most))
+    """What starts, of more than how many query tokens, and of up to how many: of MLA's rows under more query heads than
+    one program takes what leaves parts in fp32, where there are so many that parts are little of the whole. The loop
+    that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too short for
+    pairs to change places."""
+    few = max(least, min(2 * programs, most))
     if run.static.get("HALVES") and run.static["GROUP"] > 64:
-        yield run, least, half
-        yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), half, most
+        yield run, least, few
+        yield run.kernel.bind(**{**run.static, "HALVES": False, "PAIRED": not fp8}), few, most
     else:
         yield run, least, most

@@ -2,24 +2,30 @@
 """decode_attention: split over the keys by the requests' lengths, then merged.
 
 The kernel's grid is fixed by the batch and the multiprocessors; each program finds in kv_indptr which part of which
-request is its own, so neither a sync nor a recompile depends on lengths. All query heads that share a key/value head
-are one tile: a cached row is read once. A request in one part is written at once; the others leave normalised parts
-and their log-sum-exps. Whoever is last of a request's to be done merges them; where parts are wide, or registers are
-short, a second kernel does (`_merge.py`).
+request is its own, so neither a sync nor a recompile depends on lengths. Where there are about as many requests as
+programs that run at once, a program may have shares of several (`_shares.py`). All query heads that share a key/value
+head are one tile: a cached row is read once. A request in one part is written at once; the others leave normalised
+parts and their log-sum-exps. Whoever is last of a request's to be done merges them; where parts are wide, or registers
+are short, a second kernel does (`_merge.py`).
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from hal._errors import ArgumentError
 from hal.backends.cuda import _attention, _merge
-from hal.backends.cuda._attention import LN2, exponent, factor, logits, magnitude, place, power, step, tile, without
+from hal.backends.cuda._attend import attend
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._split import find, keys_of, merge, note
+from hal.backends.cuda._shares import find_uneven
+from hal.backends.cuda._shares import keys_of as share_of
+from hal.backends.cuda._split import find, keys_of, note
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -27,12 +33,34 @@ from hal.triton.plans import COUNTERS, MOST, Counters, Plan, Scratch, Size, Step
 
 PER_SM = 4
 """Programs a multiprocessor that the keys are split for."""
-DEEP_TILES = {(128, 4): ((16, 64, 2, 2), 3), (128, 16): ((16, 64, 4, 4), 2), (256, 16): ((16, 64, 4, 3), 1)}
-"""Up to what longer head_dim and how many query heads a key head: ((M, N, warps, stages) on Hopper, of 16-bit rows of
-16, 32, 64, 128 or 256 elements; programs of it a multiprocessor that the keys are split for). Either three tiles of
-keys are under way, or more programs: while one of these looks for its keys, others' are. Two warps are too few to merge
-parts of more heads. Rows of 256 leave room for one program, of two tiles.
-"""
+
+
+class Deep(NamedTuple):
+    """How 16-bit rows of 16, 32, 64, 128 or 256 elements are taken on Hopper."""
+
+    tile: tuple[int, int, int, int]
+    """(M, N, warps, stages): three tiles of keys are under way, or there are more programs: while one of these looks
+    for its keys, others' are."""
+    per_sm: int
+    """Programs a multiprocessor that the keys are split for."""
+    at_once: int
+    """Those that run at once."""
+    enough: int
+    """Sixteenths of these that read as fast as all, once others have ended."""
+    options: dict[str, int] = {}  # noqa: RUF012
+    """Of what may take several requests a program, for that many at once."""
+
+
+CAPPED = {"maxnreg": 168}
+DEEP = {
+    (64, 4): Deep((16, 64, 2, 2), 3, 6, 6, CAPPED),
+    (64, 16): Deep((16, 64, 4, 4), 2, 3, 6, CAPPED),
+    (128, 4): Deep((16, 64, 2, 2), 3, 4, 5),
+    (128, 16): Deep((16, 64, 4, 4), 2, 2, 5),
+    (256, 16): Deep((16, 64, 4, 3), 1, 1, 8),
+}
+"""By up to what longer head_dim and how many query heads a key head. Two warps are too few to merge parts of more
+heads. Rows of 256 leave room for one program, of two tiles. As measured: docs/performance-decode.md."""
 SHORTEST = 64
 """Keys that a part has at least; up to twice as many, where there would be more parts than `FEW_PARTS`."""
 FEW_PARTS = 32
@@ -43,6 +71,11 @@ FEW_LATENT_PARTS = 64
 """The same of MLA's rows where one program has all query heads."""
 WHOLE = 192
 """Up to so many listed keys no request is split: one launch takes the host and the device less than two."""
+SHORT = 8 * 64
+"""Keys a request, about, up to which requests are not shared out: more of them begin at once where each has a program
+of its own."""
+MOST_WAVES = 4
+"""Of more requests than so many times the programs that run at once, what is idle at the end is little of the whole."""
 BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
@@ -55,43 +88,6 @@ TOGETHER = 32768
 """Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
-
-
-@triton.jit
-def leave(
-    acc, top, total, v_factor, out, lse, counters, part, part_lse, c, before, request, parts, block, kv_head, out_row,
-    out_head, Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, LSE: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """A part's sums: to the output where it is a request's only one, else to where who is last merges, or a launch."""
-    some = total != 0.0
-    whole = tl.where(some, total, 1.0)
-    sums = tl.where(some, top - SHIFT + tl.log2(whole), float("-inf"))
-    acc = acc * (v_factor / whole)[:, None]
-    first = block % (BLOCKS * GROUP // Q_HEADS) * M
-    member = first + tl.arange(0, M)
-    there = member < GROUP
-    head = kv_head * GROUP + member
-    d = tl.arange(0, DV_PAD)[None, :]
-    mask = there[:, None] & (d < DV)
-    out += request.to(tl.int64) * out_row
-    if LSE:
-        lse += request.to(tl.int64) * Q_HEADS
-    if parts == 1:
-        tl.store(out + head[:, None] * out_head + d, acc.to(out.dtype.element_ty), mask)
-        if LSE:
-            tl.store(lse + head, sums * LN2, there)
-    else:
-        line = c.to(tl.int64) * Q_HEADS + head
-        tl.store(part + line[:, None] * DV + d, acc, mask)
-        tl.store(part_lse + line, sums, there)
-        if TOGETHER:
-            each = first + tl.arange(0, HEADS)
-            merge(
-                out, lse, part, part_lse, counters, c, before, request, parts, block, kv_head * GROUP + each,
-                tl.arange(0, ROWS), tl.arange(0, DV_PAD), each < GROUP, out_head, Q_HEADS, BLOCKS, DV, LSE, TOGETHER,
-            )  # fmt: skip
 
 
 @launch.jit(
@@ -112,6 +108,7 @@ def decode_attention_kernel(
     V_KIND: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr,
     STAGES: tl.constexpr, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     PDL: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+    ENOUGH: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -119,81 +116,52 @@ def decode_attention_kernel(
     q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
     kc_page, kc_token, kc_head = kc_page * UNIT, kc_token * UNIT, kc_head * UNIT
     vc_page, vc_token, vc_head = vc_page * UNIT, vc_token * UNIT, vc_head * UNIT
-    SHIFT: tl.constexpr = 15 if HALF else 0
     block = tl.program_id(0) % BLOCKS
     c = tl.program_id(0) // BLOCKS
-    if bs <= FEW:
-        chunk, request, before, c = find(
-            kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
-        )
+    if ENOUGH:
+        if bs <= FEW:
+            keys, share, request, stop, before, c = find_uneven(
+                kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, N, ENOUGH
+            )
+        else:
+            keys, share, request, stop, before, c = find_uneven(
+                kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW, N, ENOUGH
+            )
+        one = (request < bs) & (share == 0)
     else:
-        chunk, request, before, c = find(
-            kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
-        )
-    if request < bs:
-        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, chunk, window, N, WINDOW)
+        if bs <= FEW:
+            keys, request, before, c = find(
+                kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
+            )
+        else:
+            keys, request, before, c = find(
+                kv_indptr, tl.arange(0, BLOCK), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
+            )
+        one = request < bs
+    if one:
+        begin, parts, low, high = keys_of(kv_indptr, request, c, before, nnz, keys, window, N, WINDOW)
         if TOGETHER == 0:
             note(part_lse, request, c, before, parts, bs, programs, Q_HEADS)
-
-        kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(tl.int64)
-        member = block % (BLOCKS * GROUP // Q_HEADS) * M + tl.arange(0, M)
-        there = member < GROUP
-        head = kv_head * GROUP + member
-        at = request.to(tl.int64) * q_row + head * q_head
-        q0 = tile(q, at, there, 0, D0, D)
-        q1 = q0
-        if D1:
-            q1 = tile(q, at, there, D0, D1, D)
-        by = scale * factor(k_scale, K_KIND)
-        if HALF:  # fp8 is exact in fp16, and so are queries, by a power of two
-            most = tl.max(magnitude(q0), 1)
-            if D1:
-                most = tl.maximum(most, tl.max(magnitude(q1), 1))
-            e = exponent(most)
-            q0 = (q0.to(tl.float32) * power(e)[:, None]).to(tl.float16)
-            q1 = (q1.to(tl.float32) * power(e)[:, None]).to(tl.float16)
-            by = without(by, e)[:, None]
-        top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, DV_PAD), tl.float32)
-        k_base = k_cache + kv_head * kc_head
-        v_base = v_cache + kv_head * vc_head
-        slots = kv_indices + begin.to(tl.int64)
-        entries = low + tl.arange(0, N)
-        if AHEAD:
-            coming = tl.load(slots + entries, entries < high, other=-1)
-        for j in tl.range(low, high, N, num_stages=STAGES):
-            if AHEAD:
-                # Through registers: Triton would copy slots to shared memory behind rows, and copies end in order, so
-                # that no rows could be under way while the next ones' slots are waited for.
-                slot = coming
-                entries = j + N + tl.arange(0, N)
-                coming = tl.load(slots + entries, entries < high, other=-1)
-            else:
-                entries = j + tl.arange(0, N)
-                slot = tl.load(slots + entries, entries < high, other=-1)
-            slot = slot.to(tl.int64)
-            ok = (slot >= 0) & (slot < num_slots)
-            row = place(slot, kc_page, kc_token, K_PAGE)
-            k0 = tile(k_base, row, ok, 0, D0, D).to(q0.dtype)
-            k1 = k0
-            if D1:
-                k1 = tile(k_base, row, ok, D0, D1, D).to(q0.dtype)
-            s = logits(q0, q1, k0, k1, by, cap, CAP, D1 > 0)
-            s = tl.where(ok[None, :], s, float("-inf"))
-            if SHARED:
-                v = k0
-            else:
-                if V_PAGE:  # else v lies as k does
-                    row = place(slot, vc_page, vc_token, V_PAGE)
-                v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
-            acc, top, total = step(acc, top, total, s, v, SHIFT)
-        if PDL:
-            gdc_launch_dependents()
-        leave(
-            acc, top, total, factor(v_scale, V_KIND), out, lse, counters, part, part_lse, c, before, request, parts,
-            block, kv_head, out_row, out_head, Q_HEADS, GROUP, BLOCKS, M, DV, DV_PAD, LSE, SHIFT, HEADS, ROWS, TOGETHER,
+        attend(
+            request, begin, parts, low, high, c, before, True, block, q, k_cache, v_cache,
+            kv_indices, out, lse, counters, part, part_lse, k_scale, v_scale, q_row, q_head, kc_page, kc_token,
+            kc_head, vc_page, vc_token, vc_head, out_row, out_head, num_slots, scale, cap, Q_HEADS, GROUP, BLOCKS,
+            M, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, CAP, K_KIND, V_KIND, SHARED, HALF, LSE, STAGES, PDL, HEADS,
+            ROWS, TOGETHER, AHEAD,
         )  # fmt: skip
+    elif ENOUGH:
+        # For a program with one of them a loop would take 1 us more.
+        for own in range(request, tl.where(share > 0, stop, request)):
+            begin, parts, low, high, line, leads, before = share_of(
+                kv_indptr, own, c, before, nnz, keys, share, N, window, WINDOW
+            )
+            attend(
+                own, begin, parts, low, high, line, leads, own + 1 >= stop, block, q, k_cache, v_cache,
+                kv_indices, out, lse, counters, part, part_lse, k_scale, v_scale, q_row, q_head, kc_page, kc_token,
+                kc_head, vc_page, vc_token, vc_head, out_row, out_head, num_slots, scale, cap, Q_HEADS, GROUP, BLOCKS,
+                M, N, D, D0, D1, DV, DV_PAD, K_PAGE, V_PAGE, CAP, K_KIND, V_KIND, SHARED, HALF, LSE, STAGES, PDL, HEADS,
+                ROWS, TOGETHER, AHEAD,
+            )  # fmt: skip
 
 
 def tiles(
@@ -221,12 +189,9 @@ def _plan(
     m, n, warps, stages = tiles(group, dim, v_dim, q.dtype, arch(device), fp8)
     d0, d1 = _attention.parts(dim)
     per_sm = PER_SM
-    deep = None
-    if arch(device) == 90 and q.dtype == k_cache.dtype and q.dtype.itemsize == 2 and not d1:
-        fitting = (form for (d, most), form in DEEP_TILES.items() if max(dim, v_dim) <= d and group <= most)
-        deep = next(fitting, None)
+    deep = deep_of(q, k_cache, v_cache)
     if deep is not None:
-        (m, n, warps, stages), per_sm = deep
+        (m, n, warps, stages), per_sm = deep[:2]
     k_page, kc = fuse_pages(k_cache)
     v_page, vc = fuse_pages(v_cache)
     if (v_page, vc) == (k_page, kc):
@@ -281,10 +246,27 @@ def _plan(
             **same, M=m, N=n, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=pad, K_PAGE=k_page, V_PAGE=v_page, CAP=cap,
             K_KIND=scale_kind(k_scale), V_KIND=scale_kind(v_scale), SHARED=shared, STAGES=stages,
             HALF=fp8 and q.dtype == torch.bfloat16, num_warps=warps, HEADS=heads, AHEAD=deep is not None,
-            ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once,
+            ROWS=max(1, min(16, AT_ONCE // wide)), TOGETHER=once, ENOUGH=0,
         )  # fmt: skip
-    sms = multiprocessors(device) if device >= 0 else 16
-    return run, blocks, max(1, min(each * sms, COUNTERS) // blocks), tuple(s // unit for s in strides)
+    return run, blocks, max(1, min(each * _sms(device), COUNTERS) // blocks), tuple(s // unit for s in strides)
+
+
+def _sms(device: int) -> int:
+    return multiprocessors(device) if device >= 0 else 16
+
+
+def deep_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Deep | None:
+    """How the device takes them, if as `DEEP` says."""
+    dim = max(q.shape[2], v_cache.shape[-1])
+    if (
+        arch(q.get_device()) != 90
+        or q.dtype != k_cache.dtype
+        or q.dtype.itemsize != 2
+        or _attention.parts(q.shape[2])[1]
+    ):
+        return None
+    group = q.shape[1] // k_cache.shape[-2]
+    return next((form for (most, heads), form in DEEP.items() if dim <= most and group <= heads), None)
 
 
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
@@ -323,6 +305,28 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
     )
 
 
+def _forms(
+    run: launch.Launch, programs: int, blocks: int, q: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Iterator[tuple[launch.Launch, int, tuple[tuple[str, int, int], ...]]]:
+    """(what is started, how many programs requests are split for, of which lengths of arguments)."""
+    # Split for one program alone, each request is one part, and there is nothing to merge.
+    yield run, 1, (("kv_indices", -1, WHOLE),)
+    several = ("kv_indices", WHOLE, 2**31)
+    deep = deep_of(q, k_cache, v_cache) if run.kernel is decode_attention_kernel else None
+    at_once = min(deep.at_once * _sms(q.get_device()), COUNTERS) // blocks if deep else 0
+    if deep is None or at_once < 2:
+        yield run, programs, (several,)
+        return
+    uneven = run.kernel.bind(**{**run.static, "ENOUGH": deep.enough, **deep.options})
+    few = min(programs * 5 // 8, at_once)
+    yield run, programs, (several, ("q", -1, few))
+    for low, high in pairwise((few, at_once, 2 * at_once, MOST_WAVES * at_once)):
+        short = max(WHOLE, SHORT * low)
+        yield run, programs, (("kv_indices", WHOLE, short), ("q", low, high))
+        yield uneven, at_once, (("kv_indices", short, 2**31), ("q", low, high))
+    yield run, programs, (several, ("q", MOST_WAVES * at_once, MOST))
+
+
 @plans
 def _plans(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor | None,
@@ -341,26 +345,24 @@ def _plans(
     run, blocks, programs, strides = _plan(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
-    lines = length("q", times=q_heads) + programs * q_heads
+    forms = tuple(_forms(run, programs, blocks, q, k_cache, v_cache))
+    lines = length("q", times=q_heads) + max(each for _, each, _ in forms) * q_heads
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `note`
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
     no_tokens = (None, 0) if "TOKENS" in run.static else ()
-    # Split for one program alone, each request is one part, and there is nothing to merge.
-    for parts, least, longest in ((1, -1, WHOLE), (programs, WHOLE, 2**31)):
+    for form, parts, some in forms:
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", *counters, part, sums, "k_scale",
             "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts,
             window, "scale", "logit_cap", *no_tokens,
         )  # fmt: skip
-        some = (("kv_indices", least, longest),)
         requests = length("q", times=blocks)
         if parts > 1 and "FEW_HEADS" in run.static:
             # Those programs that run at once share all requests (`_shares.py`). Beside a few more, which end at once,
             # what merges begins later, and gets in the way of fewer.
             requests = requests.at_most(parts * blocks)
-        grid = requests + parts * blocks
-        steps.append(Step(run, grid, args, some))
+        steps.append(Step(form, requests + parts * blocks, args, some))
         if parts > 1 and not run.static.get("TOGETHER"):
             merge = (part, sums, to, "lse", *row, length("q"), programs)
             steps += _merge.steps(run, v_dim, merge, some, -1, MOST)

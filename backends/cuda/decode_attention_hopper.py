@@ -33,14 +33,17 @@ from hal.backends.cuda.extend_attention_hopper import ABSENT, ROWS, SHIFT, _barr
 from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
-find_own = gluon.jit(_tiles.find_own.fn)
+find_tiles = gluon.jit(_tiles.find_shares.fn)
 find_shares = gluon.jit(_shares.find_own.fn)
 keys_of = gluon.jit(_shares.keys_of.fn)
 note = gluon.jit(_split.note.fn)
 note_none = gluon.jit(_tiles.note_none.fn)
 note_tile = gluon.jit(_tiles.note.fn)
 part_of = gluon.jit(_tiles.part_of.fn)
+tile_after = gluon.jit(_tiles.after.fn)
+tile_share = gluon.jit(_tiles.share_of.fn)
 positive = gluon.jit(_attention.positive.fn)
+BEGUN = _shares.BEGUN
 row_at = gluon.jit(_tiles.row_at.fn)
 token_of = gluon.jit(_tiles.token_of.fn)
 without = gluon.jit(_attention.without.fn)
@@ -333,53 +336,81 @@ def decode_attention_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block = gl.program_id(0) % BLOCKS
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
     LINES: gl.constexpr = Q_HEADS * max(TOKENS, 1)
+    MOST_TOKENS: gl.constexpr = 64 if TOKENS > 32 else 32
     MORE: gl.constexpr = FEW_HEADS_SLACK if FEW_HEADS else SLACK if FP8 or GROUP > ROWS else ROWS_SLACK
     if TOKENS:
-        keys, first_request, before, c, falls = find_own(
-            qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST, FEW_PARTS, 0, WINDOW, TOKENS,
-            FEW,
-        )  # fmt: skip
+        keys, share, first_request, first_tile, first_unit, before, falls = find_tiles(
+            qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, TOKENS, KEYS, MORE
+        )
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
-        share = 0
-        stop_request = gl.minimum(first_request + 1, bs)
+        stop_request = bs
     else:
         keys, share, first_request, stop_request, before = find_shares(
             kv_indptr, few, many, c, nnz, bs, programs, SHORTEST, FEW_PARTS, KEYS, MORE
         )
 
     # While a request is worked on registers are short: what is needed after it is in shared memory.
-    own = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    own = gl.allocate_shared_memory(gl.int32, [9, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     _keep(own, 0, first_request)
     _keep(own, 1, stop_request)
     _keep(own, 2, before)
     _keep(own, 3, keys)
     _keep(own, 4, share)
     _keep(own, 5, c)
+    if TOKENS:
+        _keep(own, 6, first_tile)
+        _keep(own, 7, first_unit)
+        _keep(own, 8, falls.to(gl.int32))
     more = first_request < stop_request
     while more:
         request = _kept(own, 0)
         before = _kept(own, 2)
         c = _kept(own, 5)
-        _keep(own, 0, request + 1)
+        zero = 0
+        if TOKENS:
+            # What follows from arguments alone would be kept over all tiles.
+            zero = _zero(request)
+        else:
+            _keep(own, 0, request + 1)
+        block = (gl.program_id(0) + zero) % BLOCKS
         kv_head = (block // (BLOCKS * GROUP // Q_HEADS)).to(gl.int64)
         member = block % (BLOCKS * GROUP // Q_HEADS) * ROWS
         heads = gl.minimum(GROUP - member, ROWS)
         head = kv_head * GROUP + member
         if TOKENS:
-            tile, begin, low, high, first = part_of(
-                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, _kept(own, 3), TOKENS, CAUSAL, KEYS
-            )
-            note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
+            some, all_keys, requests = n + zero, nnz + zero, bs + zero
+            falls = _kept(own, 8) != 0
+            own_share = _kept(own, 4)
+            unit = _kept(own, 7)
+            next_request = requests
+            if own_share > 0:
+                tile, begin, low, high, first, after, tiles_of = tile_share(
+                    qo_indptr, kv_indptr, request, _kept(own, 6), c, before, own_share, some, all_keys, TOKENS, CAUSAL,
+                    KEYS,
+                )  # fmt: skip
+                if after + BEGUN < (c + 1) * own_share:
+                    next_request, next_tile = tile_after(
+                        qo_indptr, request, _kept(own, 6), tiles_of, some, requests, TOKENS
+                    )
+                    _keep(own, 2, after)
+                    _keep(own, 6, next_tile)
+                    _keep(own, 7, unit + 1)
+            else:
+                tile, begin, low, high, first = part_of(
+                    qo_indptr, kv_indptr, request, c, before, falls, some, all_keys, _kept(own, 3), TOKENS, CAUSAL, KEYS
+                )
+            _keep(own, 0, next_request)
+            each = gl.arange(0, MOST_TOKENS, gl.BlockedLayout([MOST_TOKENS // 32], [32], [gl.num_warps()], [0])) + zero
+            note_tile(part_lse, each, tile, c + unit, falls, some, programs + zero, LINES)
             parts = tile[4]
             row = tile[0].to(gl.int64)
             if TOKENS > 1:
                 heads = tile[1] * GROUP
-            part_line = c
+            part_line = c + unit
         else:
             begin, parts, low, high, part_line, leads, after = keys_of(
                 kv_indptr, request, c, before, nnz, _kept(own, 3), _kept(own, 4), KEYS
@@ -398,6 +429,8 @@ def decode_attention_hopper_kernel(
         part_at = part + line * (2 * HALF)
         part_lse_at = part_lse + line
         by = scale * factor(k_scale, K_KIND)
+        if TOKENS:
+            by += zero.to(gl.float32)
         v_factor = factor(v_scale, V_KIND)
         sign = 1.0
         if FP8:

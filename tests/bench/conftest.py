@@ -97,7 +97,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "MIXED_OF": (2,),
         },
         block_table: {"HEADS": (2, 1, 16), "PAGES": 64, "CACHED": 0, "BLOCK_SIZES": (1, 3), "BLOCK_KEYS": (20,)},
-        decode_attention: {"PER_SM": 1, "DEEP_TILES": {(256, 16): ((16, 64, 4, 4), 1)}, "FEW": 1},
+        decode_attention: {"PER_SM": 1, "DEEP": {(256, 16): decode_attention.Deep((16, 64, 4, 4), 1, 0, 0)}, "FEW": 1},
     }.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)

@@ -48,6 +48,10 @@ EVERY = ((32, 128), (32, 512), (32, 1024), (32, 4096))
 """A mixture of them."""
 MIXED = (ONE_LONG, ONE_LONG[::-1], ((248, 128), (8, 2048)), ((1, 2000), (400, 100)), EVERY)
 """Keys of requests that differ, as an engine's do: a long one first or last, some, a mixture."""
+UNEVEN = ((70, 4096), (80, 3000))
+"""(bs, keys each): decode of batches that fill no whole wave of the programs that run at once."""
+SPREAD = ((8, 600), (8, 4400), (8, 1500), (8, 3200), (8, 2300), (8, 5000))
+"""The same, of requests that differ."""
 MIXED_EXTEND = (
     *((4, keys) for keys in (ONE_LONG, ONE_LONG[::-1], ((31, 512), (1, 16384)), EVERY)),
     (16, ((120, 128), (8, 2048))),
@@ -67,16 +71,20 @@ FP8_DECODE = ((64, 4096), (256, 1024), (16, 4096), (1, 4096), (1, 1024), (1, 819
 """(bs, keys each)."""
 BEYOND = (
     *((HEADS, torch.bfloat16, *case) for case in MANY),
-    *((HEADS, torch.bfloat16, inputs.requests(keys), keys) for keys in MIXED),
-    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY),
-    *((HEADS, torch.float8_e4m3fn, inputs.requests(keys), keys) for keys in MIXED),
+    *((HEADS, torch.bfloat16, *case) for case in UNEVEN),
+    *((HEADS, torch.bfloat16, inputs.requests(keys), keys) for keys in (*MIXED, SPREAD)),
+    *((HEADS, torch.float8_e4m3fn, *case) for case in FP8_DECODE + MANY + UNEVEN),
+    *((HEADS, torch.float8_e4m3fn, inputs.requests(keys), keys) for keys in (*MIXED, SPREAD)),
     (HEADS, torch.float8_e5m2, 64, 4096),
-    *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
-    *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096))),
-    *(((16, 8, 256), torch.bfloat16, *case) for case in ((64, 4096), (16, 4096), (1, 4096), (1, 1024))),
+    *(((32, 4, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096), *UNEVEN)),
+    ((32, 4, 128), torch.bfloat16, inputs.requests(SPREAD), SPREAD),
+    *(((64, 8, 128), torch.bfloat16, *case) for case in ((64, 4096), (1, 4096), *UNEVEN[:1], (40, 3000))),
+    ((8, 1, 128), torch.bfloat16, 300, 2000),
+    *(((32, 8, 64), torch.bfloat16, *case) for case in ((64, 4096), (110, 3000))),
+    *(((16, 8, 256), torch.bfloat16, *case) for case in ((64, 4096), (20, 4096), (16, 4096), (1, 4096), (1, 1024))),
 )
-"""Heads, the cache's dtype, bs, keys each: decode of short requests and of ones that differ, over fp8, with eight query
-heads a group, and with heads of 256."""
+"""Heads, the cache's dtype, bs, keys each: decode of short requests, of uneven batches and of requests that differ,
+over fp8, with eight query heads a group, and with heads of 64 and 256."""
 HOPPER = (
     ((32, 8, 128, 128), *EXTEND, (64, 4, 4092), (1, 64, 0)),
     ((64, 8, 64, 64), *EXTEND[::2]),

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hal.backends.cuda._attend import leave
 from hal.backends.cuda._attention import logits, step, tile
 from hal.backends.cuda._split import find, keys_of, note
-from hal.backends.cuda.decode_attention import leave
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
 from hal.bench.cuda.attention import HEADS, PAGE

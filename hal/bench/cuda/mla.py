@@ -57,8 +57,17 @@ MIXED: tuple[inputs.Runs, ...] = (
 )
 """Keys of requests that differ: a long one first or last, some, a mixture; over either cache, of `MIXED_OF` heads."""
 MIXED_OF = (128, 16)
-EXTEND_POINTS = ((128, 32, 4096, 2), (128, 32, 4096, 4), (16, 32, 4096, 2), (16, 32, 4096, 4))
-"""(query heads, bs, keys each, query tokens each)."""
+EXTEND_POINTS = (
+    (128, 32, 4096, 2),
+    (128, 32, 4096, 4),
+    (128, 34, 4096, 2),
+    (128, 40, 3000, 2),
+    (128, 70, 4096, 2),
+    (16, 32, 4096, 2),
+    (16, 32, 4096, 4),
+    (16, 140, 2048, 2),
+)
+"""(query heads, bs, keys each, query tokens each); also of batches that fill no whole wave."""
 FP8_POINTS = (
     (128, 1, 4096),
     (128, 16, 4096),
@@ -70,7 +79,7 @@ FP8_POINTS = (
     (16, 64, 4096),
     (16, 140, 2048),
 )
-FP8_EXTEND_POINTS = ((128, 32, 4096, 2), (16, 32, 4096, 2))
+FP8_EXTEND_POINTS = ((128, 32, 4096, 2), (128, 34, 4096, 2), (16, 32, 4096, 2), (16, 140, 2048, 2))
 """The same over e4m3."""
 COPY = 4.25e6
 """Bytes a microsecond that a device-to-device copy moves on an H200."""

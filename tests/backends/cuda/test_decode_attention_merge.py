@@ -64,8 +64,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     from hal.backends.cuda import decode_attention as module
 
     module._plans.clear()
-    deep = {most: (tile, 1) for most, (tile, _) in module.DEEP_TILES.items()}
-    for name, value in {"DEEP_TILES": deep, "SHORTEST": 16, "TOGETHER": 3 * 8 * 32, "AT_ONCE": 2 * 8 * 32}.items():
+    deep = {most: form._replace(per_sm=1, at_once=0) for most, form in module.DEEP.items()}
+    for name, value in {"DEEP": deep, "SHORTEST": 16, "TOGETHER": 3 * 8 * 32, "AT_ONCE": 2 * 8 * 32}.items():
         monkeypatch.setattr(module, name, value)
     yield module
     module._plans.clear()

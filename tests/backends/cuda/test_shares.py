@@ -1,5 +1,5 @@
-"""How MLA's keys are shared out among programs (`hal.backends.cuda._shares`): under TRITON_INTERPRET=1, or on a CUDA
-device."""
+"""How decode_attention's keys are shared out among programs (`hal.backends.cuda._shares`): under TRITON_INTERPRET=1, or
+on a CUDA device."""
 
 import os
 from itertools import pairwise
@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
-from hal.backends.cuda._shares import BEGUN, find_own, keys_of
+from hal.backends.cuda import _split
+from hal.backends.cuda._shares import BEGUN, find_own, find_uneven, keys_of
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
@@ -51,6 +52,36 @@ def shares_kernel(  # type: ignore[no-untyped-def]
         at += 8
 
 
+@triton.jit
+def uneven_kernel(  # type: ignore[no-untyped-def]
+    indptr, to, nnz, bs, programs, window, STEP: tl.constexpr, MANY: tl.constexpr, WINDOW: tl.constexpr,
+    ENOUGH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """The same of programs that share multiprocessors."""
+    c = tl.program_id(0)
+    keys, share, first, stop, before, part = find_uneven(
+        indptr, tl.arange(0, MANY), c, nnz, bs, programs, window, STEP, 0, WINDOW, STEP, ENOUGH
+    )
+    at = to + c * (8 * MOST)
+    for request in range(first, stop):
+        if share == 0:
+            begin, parts, low, high = _split.keys_of(indptr, request, part, before, nnz, keys, window, STEP, WINDOW)
+            line, leads = part, before
+        else:
+            begin, parts, low, high, line, leads, before = keys_of(
+                indptr, request, part, before, nnz, keys, share, STEP, window, WINDOW
+            )
+        tl.store(at, request)
+        tl.store(at + 1, begin)
+        tl.store(at + 2, parts)
+        tl.store(at + 3, low)
+        tl.store(at + 4, high)
+        tl.store(at + 5, line)
+        tl.store(at + 6, leads)
+        tl.store(at + 7, share)
+        at += 8
+
+
 class Share(NamedTuple):
     """What a program has of a request."""
 
@@ -70,9 +101,26 @@ def shares(lengths: list[int], programs: int, indptr: Any = None) -> list[Share]
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0) if indptr is None else torch.tensor(indptr)
     starts = starts.to(device, torch.int32)
     bs = len(starts) - 1
-    grid = programs if programs > 1 else bs + 1
+    grid = programs + min(bs, programs) if programs > 1 else bs + 1
     to = torch.full((grid, MOST, 8), -1, dtype=torch.int32, device=device)
     shares_kernel[(grid,)](starts, to, int(starts.max()), bs, programs, STEP, FEW, MANY, SLACK, MOST)
+    return _found(to)
+
+
+def uneven(lengths: list[int], programs: int, window: int = -1, indptr: Any = None) -> list[Share]:
+    """Of `find_uneven`, whose grid has a program for each request too."""
+    device = "cuda" if CUDA else "cpu"
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0) if indptr is None else torch.tensor(indptr)
+    starts = starts.to(device, torch.int32)
+    bs = len(starts) - 1
+    to = torch.full((bs + programs, MOST, 8), -1, dtype=torch.int32, device=device)
+    uneven_kernel[(bs + programs,)](
+        starts, to, int(starts.max()), bs, programs, window, STEP, MANY, window >= 0, 5, MOST
+    )
+    return _found(to)
+
+
+def _found(to: torch.Tensor) -> list[Share]:
     return [Share(c, *row) for c, rows in enumerate(to.tolist()) for row in rows if row[0] >= 0]
 
 
@@ -90,6 +138,61 @@ def check(found: list[Share], lengths: list[int], programs: int) -> None:
         assert all(x.low % STEP == 0 for x in own)
         # Of equal parts the last may have nothing.
         assert all(x.high == y.low or (y.share == 0 and y.low > length) for x, y in pairwise(own))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=24), st.sampled_from((2, 5, 12)), st.sampled_from((-1, 60)))
+def test_each_key_is_some_programs_once_where_these_share_multiprocessors(
+    lengths: list[int], programs: int, window: int
+) -> None:
+    """Of whole requests nobody asks how many parts are before."""
+    found = uneven(lengths, programs, window)
+    seen = [n if window < 0 else min(n, window + 1) for n in lengths]
+    alone = [x._replace(line=x.request, leads=x.request) if x.parts == 1 else x for x in found]
+    if found[0].share:
+        check(found, seen, programs)
+    else:
+        assert len({(x.request, x.low) for x in alone}) == len(alone)
+        for request, length in enumerate(seen):
+            own = sorted((x for x in alone if x.request == request), key=lambda x: x.low)
+            assert {x.parts for x in own} == {len(own)}
+            assert (own[0].low, own[-1].high) == (0, length)
+            assert all(x.high == y.low or y.low > length for x, y in pairwise(own))
+            assert [x.line for x in own] == list(range(own[0].leads, own[0].leads + len(own)))
+    assert all(x.begin == sum(lengths[: x.request]) + lengths[x.request] - seen[x.request] for x in found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "programs", "shared"),
+    [
+        ([100] * 13, 12, True),
+        ([100] * 26, 12, True),
+        ([20, 200] * 6, 12, True),
+        ([40, 60, 80, 200, 190, 30, 150], 8, True),
+        ([100] * 12, 12, False),
+        ([100] * 23, 12, False),
+        ([100] * 18, 12, False),
+        ([100] * 8, 12, False),
+        ([20] * 13, 12, False),
+        ([120, *[8] * 12], 12, False),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_uneven_batches_are_shared_out_where_that_leaves_memory_idle(
+    lengths: list[int], programs: int, shared: bool
+) -> None:
+    """Not where they fill whole waves, or enough of the last one; nor short ones, of which a long one is split."""
+    found = uneven(lengths, programs)
+    assert {x.share > 0 for x in found} == {shared}
+    assert {x.request for x in found} == set(range(len(lengths)))
+    if shared:
+        check(found, lengths, programs)
+
+
+def test_uneven_requests_that_overlap_are_not_split() -> None:
+    found = uneven([], 4, indptr=[0, 2**30, 0, 2**30, 0, 2**30, 0, 2**30, 0, 2**30])
+    assert sorted(x.request for x in found) == list(range(9))
+    assert {x.parts for x in found} == {1}
 
 
 @settings(max_examples=20, deadline=None)

@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 import triton.language as tl
 
-from hal.backends.cuda._tiles import find, idle, note, note_none, part_of
+from hal.backends.cuda._shares import BEGUN
+from hal.backends.cuda._tiles import after, find, find_shares, idle, note, note_none, part_of, share_of
 from hal.triton import launch
 
 pytestmark = pytest.mark.skipif(
@@ -143,6 +144,100 @@ def test_programs_find_every_key_of_every_token(
         assert parts == len(keys[t])
         assert [line + i * apart for i in range(parts)] == [c for c, _, _ in keys[t]]
         assert found[line][1] + behind == t
+
+
+@launch.jit(do_not_specialize=())
+def ask_shares(
+    qo, kv, to, part_lse, n: tl.int32, nnz: tl.int64, bs: tl.int32, programs: tl.int32, TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, SLACK: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """All that a program has, by nine numbers a tile of tokens."""
+    c = tl.program_id(0)
+    each = tl.arange(0, BLOCK)
+    chunk, share, request, tile, unit, before, falls = find_shares(
+        qo, kv, tl.arange(0, BLOCK // 2), each, c, n, nnz, bs, programs, 64, 0, TOKENS, 64, SLACK
+    )
+    note_none(qo, part_lse, falls, c, n, bs, programs, LINES)
+    to += 9 * MOST * c
+    while request < bs:
+        following = bs
+        if share > 0:
+            found, _, low, high, sees, next_before, tiles = share_of(
+                qo, kv, request, tile, c, before, share, n, nnz, TOKENS, CAUSAL, 64
+            )
+            if next_before + BEGUN < (c + 1) * share:
+                following, tile = after(qo, request, tile, tiles, n, bs, TOKENS)
+            before = next_before
+        else:
+            found, _, low, high, sees = part_of(qo, kv, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, 64)
+        note(part_lse, tl.arange(0, 16), found, c + unit, falls, n, programs, LINES)
+        tl.store(to, request)
+        tl.store(to + 1, found[0])
+        tl.store(to + 2, found[1])
+        tl.store(to + 3, found[4])
+        tl.store(to + 4, low)
+        tl.store(to + 5, high)
+        tl.store(to + 6, sees)
+        tl.store(to + 7, c + unit)
+        tl.store(to + 8, share)
+        to += 9
+        unit += 1
+        request = following
+
+
+MOST = 32
+"""Tiles of a program that are written down."""
+
+
+@pytest.mark.parametrize(
+    ("causal", "tokens", "programs", "block"), [(True, 1, 5, 32), (True, 2, 5, 8), (False, 4, 3, 32)]
+)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_shares_have_every_key_of_every_token(
+    order: list[int], causal: bool, tokens: int, programs: int, block: int
+) -> None:
+    """Once, in parts whose lines follow each other and are nobody else's, as is noted for the launch that merges."""
+    bs = len(order) - 1
+    kv_indptr = [0]
+    for i in range(bs):
+        kv_indptr.append(kv_indptr[-1] + (0 if i == 3 else 250 + 100 * i))
+    assert kv_indptr[-1] <= NNZ
+    qo, kv = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (order, kv_indptr))
+    found = torch.full((N + programs, MOST, 9), -7, dtype=torch.int32, device="cpu")
+    lines = HEADS * tokens
+    behind = torch.full(((N + programs) * lines + 4 * N + 1,), torch.nan, dtype=torch.float32, device="cpu")
+    form = {"TOKENS": tokens, "CAUSAL": causal, "LINES": lines, "BLOCK": block, "SLACK": 1, "MOST": MOST}
+    ask_shares.bind(**form).start((N + programs, 1, 1), qo, kv.int(), found, behind, N, NNZ, bs, programs)
+    noted = behind[(N + programs) * lines : -1].view(N, 4)
+    news = ranges(order, N)
+    falls = any(b < a for a, b in news)
+    rows = [(c, *row) for c, some in enumerate(found.tolist()) for row in some if row[0] >= 0]
+    if not falls and tokens < 4 and len({t for a, b in news for t in range(a, b)}) > 8:
+        assert {row[9] > 0 for row in rows} == {True}
+        assert max(row[0] for row in rows) < programs
+    assert falls or len({row[8] for row in rows}) == len(rows)
+    keys: dict[int, list[tuple[int, ...]]] = {}
+    for _, request, token, many, parts, low, high, sees, line, share in rows:
+        first, stop = news[request]
+        every = kv_indptr[request + 1] - kv_indptr[request]
+        assert first <= token < token + many <= min(stop, token + tokens)
+        assert sees == (every - (stop - token) + 1 if causal else every)
+        for t in range(token, token + many):
+            last = max(sees + many - 1, 0) if causal else every
+            keys.setdefault(t, []).append((line, low, high, last, parts, token, share))
+    assert set(keys) == {t for t in range(N) if any(a <= t < b for a, b in news)}
+    for t, mine in keys.items():
+        parts, token, share = mine[0][4:]
+        assert len(mine) == parts
+        assert (mine[0][1], mine[-1][2]) == (0, mine[0][3])
+        assert all(x[2] == min(y[1], x[3]) for x, y in pairwise(mine))
+        if falls or programs == 1:
+            continue
+        assert not share or [x[0] for x in mine] == list(range(mine[0][0], mine[0][0] + parts))
+        noted_parts, line, apart, place = noted[t].view(torch.int32).tolist()
+        assert noted_parts == parts
+        assert [line + i * apart for i in range(parts)] == [x[0] for x in mine]
+        assert token + place == t
 
 
 @pytest.mark.parametrize("block", [4, 32])

@@ -66,8 +66,8 @@ def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         few = Fraction(1, 4)
         monkeypatch.setattr(decode_attention, "PER_SM", few)
-        deep = {most: (tile, few) for most, (tile, _) in decode_attention.DEEP_TILES.items()}
-        monkeypatch.setattr(decode_attention, "DEEP_TILES", deep)
+        deep = {most: form._replace(per_sm=few) for most, form in decode_attention.DEEP.items()}
+        monkeypatch.setattr(decode_attention, "DEEP", deep)
 
 
 def target_of(op: str) -> DirectTarget:
