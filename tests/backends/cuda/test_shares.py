@@ -29,6 +29,18 @@ MOST = 64
 
 
 @triton.jit
+def put(at, request, begin, parts, low, high, line, leads, share):  # type: ignore[no-untyped-def]
+    tl.store(at, request)
+    tl.store(at + 1, begin)
+    tl.store(at + 2, parts)
+    tl.store(at + 3, low)
+    tl.store(at + 4, high)
+    tl.store(at + 5, line)
+    tl.store(at + 6, leads)
+    tl.store(at + 7, share)
+
+
+@triton.jit
 def shares_kernel(  # type: ignore[no-untyped-def]
     indptr, to, nnz, bs, programs, STEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
     SLACK: tl.constexpr, MOST: tl.constexpr,
@@ -41,14 +53,7 @@ def shares_kernel(  # type: ignore[no-untyped-def]
     at = to + c * (8 * MOST)
     for request in range(first, stop):
         begin, parts, low, high, line, leads, before = keys_of(indptr, request, c, before, nnz, keys, share, STEP)
-        tl.store(at, request)
-        tl.store(at + 1, begin)
-        tl.store(at + 2, parts)
-        tl.store(at + 3, low)
-        tl.store(at + 4, high)
-        tl.store(at + 5, line)
-        tl.store(at + 6, leads)
-        tl.store(at + 7, share)
+        put(at, request, begin, parts, low, high, line, leads, share)
         at += 8
 
 
@@ -71,14 +76,7 @@ def uneven_kernel(  # type: ignore[no-untyped-def]
             begin, parts, low, high, line, leads, before = keys_of(
                 indptr, request, part, before, nnz, keys, share, STEP, window, WINDOW
             )
-        tl.store(at, request)
-        tl.store(at + 1, begin)
-        tl.store(at + 2, parts)
-        tl.store(at + 3, low)
-        tl.store(at + 4, high)
-        tl.store(at + 5, line)
-        tl.store(at + 6, leads)
-        tl.store(at + 7, share)
+        put(at, request, begin, parts, low, high, line, leads, share)
         at += 8
 
 
