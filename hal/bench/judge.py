@@ -107,7 +107,9 @@ def _prove(spec: OpSpec, backend: str) -> float:
     return worst
 
 
-def truth_of(q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor) -> tuple[Tensor, Tensor]:
+def truth_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor, window: int = -1, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(attention in float64, the contract's slack) of queries over the keys up to a position each.
 
     Args:
@@ -116,14 +118,19 @@ def truth_of(q: Tensor, k: Tensor, v: Tensor, scale: float, position: Tensor) ->
         v: ``[keys, kv_heads, v_head_dim]``.
         scale: what logits are multiplied by.
         position: ``[n]``, the last key that a query sees.
+        window: how many it sees before that; -1: all.
+        cap: a logit x is ``cap * tanh(x / cap)``; 0: itself.
     """
     n, q_heads, dim = q.shape
     x, k, v = q.double().view(n, k.shape[1], -1, dim), k.double(), v.double()
     logits = torch.einsum("nhgd,jhd->nhgj", x, k) * scale
-    size = torch.einsum("nhgd,jhd->nhgj", x.abs(), k.abs()).amax(-1) * scale
-    seen = torch.arange(len(k), device=k.device, dtype=torch.int64) <= position.view(-1, 1, 1, 1)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    j, last = torch.arange(len(k), device=k.device, dtype=torch.int64), position.view(-1, 1, 1, 1)
+    seen = (j <= last) & (j >= last - window) if window >= 0 else j <= last
+    size = torch.einsum("nhgd,jhd->nhgj", x.abs(), k.abs()).masked_fill(~seen, 0.0).amax(-1) * scale
     p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
-    many = (position + 1).view(-1, 1).expand(n, q_heads)
+    many = seen.sum(-1).view(-1, 1).expand(n, q_heads)
     weight, truth = (torch.einsum("nhgj,jhd->nhgd", p, y).reshape(n, q_heads, -1) for y in (v.abs(), v))
     slack, _ = bound.attention_slack(q.dtype, dim, size.reshape(n, q_heads), many, weight)
     return truth, slack

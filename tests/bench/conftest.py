@@ -40,6 +40,8 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         kv_write,
         launch,
         mla,
+        models,
+        pages,
         rope,
     )
 
@@ -77,7 +79,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         },
         attention: {
             "HEADS": (2, 1, 16),
-            "LEAST_PAGES": 8,
             "DECODE": ((2, 20, 1.15),),
             "BEYOND": (((2, 1, 16), torch.float8_e4m3fn, 2, 20),),
             "EXTEND": ((2, 5, 12),),
@@ -87,6 +88,12 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
             "OVER_FP8": (((2, 1, 16), 2, 5, 12),),
             "HOPPER": (((2, 1, 16, 32), (2, 5, 12)),),
             "PROMPTS": (((2, 2, 16, 32), (2, 5, 12)),),
+        },
+        pages: {"LEAST_PAGES": 8},
+        models: {
+            "MODELS": (models.Model("of windows", (2, 1, 16), 6), models.Model("of caps", (2, 1, 16), cap=0.5)),
+            "DECODE": ((2, 20),),
+            "EXTEND": ((2, 5, 17),),
         },
         launch: {"TOKENS": (2,)},
         mla: {

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from hal import bench
-from hal.bench.cuda import attention, block_table, bookkeeping, harness, kv_write, launch, mla
+from hal.bench.cuda import attention, block_table, bookkeeping, harness, kv_write, launch, mla, pages
 from hal.ops import BUILTIN
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -50,6 +50,7 @@ def test_every_op_has_a_table(tables: Tables) -> None:
             "mla_decode_attention",
             "mla_extend_attention",
             "extend_attention_hopper",
+            "attention_of_models",
             "decode_by_block_table",
             "hicache",
         ),
@@ -99,8 +100,8 @@ def test_decode_over_fp8_is_judged_by_float64(tables: Tables) -> None:
 class VllmFa3:
     """Stands in for ``vllm.vllm_flash_attn``: over fp8 its queries are fp8, and so are its weights."""
 
-    def __init__(self, off: float = 1.0) -> None:
-        self.off = off
+    def __init__(self, off: float = 1.0, ignores: str = "") -> None:
+        self.off, self.ignores = off, ignores
         self.planned: list[dict[str, Any]] = []
 
     def get_scheduler_metadata(self, **about: Any) -> int:
@@ -110,17 +111,25 @@ class VllmFa3:
     def flash_attn_varlen_func(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
         cu_seqlens_q: torch.Tensor, causal: bool, num_splits: int, seqused_k: torch.Tensor, block_table: torch.Tensor,
-        softmax_scale: float, out: torch.Tensor, scheduler_metadata: int, fa_version: int, **scales: torch.Tensor,
+        softmax_scale: float, softcap: float, window_size: list[int], out: torch.Tensor, scheduler_metadata: int,
+        fa_version: int, **scales: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         assert (fa_version, causal, scheduler_metadata > 0) == (3, True, True)
-        assert q.dtype == k.dtype == self.planned[scheduler_metadata - 1]["qkv_dtype"]
+        planned = self.planned[scheduler_metadata - 1]
+        assert q.dtype == k.dtype == planned["qkv_dtype"]
+        assert (planned["has_softcap"], planned["window_size"]) == (softcap > 0, window_size)
         assert all(torch.equal(x, torch.ones(2, 1, device="cpu")) for x in scales.values())
         assert sorted(scales) == (["k_descale", "q_descale", "v_descale"] if q.dtype == torch.float8_e4m3fn else [])
         for i, keys in enumerate(seqused_k.tolist()):
             mine = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
             k1, v1 = (c.float()[block_table[i].long()].flatten(0, 1)[:keys] for c in (k, v))
             s = torch.einsum("nhd,jgd->nhj", q.float()[mine], k1) * (softmax_scale * self.off)
-            seen = torch.arange(keys, device="cpu") <= torch.arange(keys - max_seqlen_q, keys, device="cpu")[:, None]
+            if softcap and self.ignores != "cap":
+                s = softcap * torch.tanh(s / softcap)
+            key, last = torch.arange(keys, device="cpu"), torch.arange(keys - max_seqlen_q, keys, device="cpu")[:, None]
+            seen = (key <= last) & (
+                key >= last - (keys if window_size[0] < 0 or self.ignores == "window" else window_size[0])
+            )
             p = torch.softmax(s.masked_fill(~seen[:, None], -torch.inf), -1)
             out[mine] = torch.einsum("nhj,jgd->nhd", p.to(q.dtype).float(), v1).to(out.dtype)
         return out
@@ -144,13 +153,36 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
         assert set(fp8["device_us"]) == {bench.OURS, "vllm fa3, fp8 queries"}
     assert [p["num_splits"] for p in module.planned] == [32] * 8  # of two requests with up to five tokens each
     module.planned.clear()
-    attention.Inputs(2, 17, 20).vllm_fa3()
+    pages.Inputs(2, 17, 20).vllm_fa3()
     assert [p["num_splits"] for p in module.planned] == [1]
     wrong = VllmFa3(1.5)
     monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda: wrong)
     plain, fp8 = tables["decode_attention"](False)
     assert "outside the bound" in plain["failed"]["vllm fa3"]
     assert "of the norm away" in fp8["failed"]["vllm fa3, fp8 queries"]
+
+
+def test_models_have_their_windows_and_caps(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of decode and of a prompt, in bf16 and over e4m3, by both; what sees other keys than it should is wrong."""
+    monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3)
+    rows = tables["attention_of_models"](False)
+    assert [(row["model"], row.get("window"), row.get("cap")) for row in rows[:4]] == [
+        *[("of windows", 6, None)] * 2,
+        *[("of caps", None, 0.5)] * 2,
+    ]
+    assert [row["cache"] for row in rows] == ["bfloat16"] * 4 + ["float8_e4m3fn"] * 4
+    for row in rows:
+        assert "failed" not in row
+        assert {bench.OURS} < set(row["device_us"])
+    # 7 keys a token: of windows 7 and 7 + 4 are read, of caps all
+    assert [row["gbs"] * row["device_us"][bench.OURS] for row in rows[:4]] == pytest.approx(
+        [2 * 2 * keys * 16 * 2 / 1e3 for keys in (7, 11, 20, 17)]
+    )
+    for ignores, wrong in (("window", "of windows"), ("cap", "of caps")):
+        monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda ignores=ignores: VllmFa3(ignores=ignores))
+        for row in tables["attention_of_models"](False)[:4]:
+            failed = row.get("failed", {}).get("vllm fa3", "")
+            assert ("outside the bound" in failed) == (row["model"] == wrong)
 
 
 class FlashInfer:

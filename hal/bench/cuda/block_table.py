@@ -27,9 +27,9 @@ from hal.backends.cuda._attention import logits, step, tile
 from hal.backends.cuda._split import find, keys_of, note
 from hal.bench import Row, launcher
 from hal.bench.cuda import inputs
-from hal.bench.cuda.attention import HEADS, PAGE
 from hal.bench.cuda.bookkeeping import BLOCK_KEYS, BLOCK_SIZES
 from hal.bench.cuda.harness import record_launches, table_of, time_row
+from hal.bench.cuda.pages import HEADS, PAGE
 from hal.triton import launch
 
 LAYERS = 32

@@ -14,7 +14,7 @@ from torch import Tensor
 import hal
 from hal.bench import OURS, Row, peers, timing
 from hal.bench import launcher as launcher_of
-from hal.bench.cuda import attention, inputs
+from hal.bench.cuda import inputs, pages
 from hal.bench.cuda.harness import record_launches
 from hal.bench.cuda.rope import rope_sets, sglang_rope_store
 
@@ -95,7 +95,7 @@ def host_calls(quick: bool = False) -> list[Row]:
     """
     rope = rope_sets(1, "llama3-8b")[0]
     index = torch.arange(2, device=inputs.DEVICE, dtype=torch.int64)
-    decode, extend, few = (attention.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150)))
+    decode, extend, few = (pages.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150)))
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
         "get_last_loc": ((inputs.req_to_token(), index, index + 1), {}, ()),
         "compute_positions": ((index, index + 4, torch.empty_like(index).repeat(4)), {}, ()),

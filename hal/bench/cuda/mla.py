@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hal.bench import OURS, Row, launcher, peers
 from hal.bench.cuda import inputs
-from hal.bench.cuda.attention import SPLITS
 from hal.bench.cuda.harness import TOLERANCE, table_of, time_row
+from hal.bench.cuda.pages import SPLITS
 from hal.bench.judge import headroom, rows_at, truth_of
 from hal.ops.spec import FP8
 
