@@ -35,9 +35,30 @@ def query(r, tile, HEADS: gl.constexpr):
     return (token + r // HEADS).to(gl.int64), head + r % HEADS, (r // HEADS < tokens) & (r % HEADS < heads)
 
 
+@gluon.constexpr_function
+def _row_by_row(columns):
+    """16 bytes a thread, and up to 128 of a row side by side."""
+    lanes = min(8, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
-def _copy(to, base, rows, UNIT: gl.constexpr):
-    """Rows, which begin at so many UNITs, into tiles of their columns, side by side; zeros where one is -1.
+def _copy_columns(to, base, rows, FIRST: gl.constexpr, WIDTH: gl.constexpr, UNIT: gl.constexpr):
+    """Columns from FIRST on of rows of WIDTH; zeros where there is none."""
+    COLUMNS: gl.constexpr = to.shape[1]
+    ROW: gl.constexpr = _row_by_row(COLUMNS)
+    row = rows.load(gl.SliceLayout(1, ROW))[:, None]
+    d = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, ROW))[None, :]
+    some = row >= 0
+    if FIRST + COLUMNS > WIDTH:
+        some = some & (d < WIDTH)
+    async_copy.async_copy_global_to_shared(to, (base + d) + row * UNIT, some)
+
+
+@gluon.jit
+def _copy(to, base, rows, WIDTH: gl.constexpr, UNIT: gl.constexpr):
+    """Rows of WIDTH columns, which begin at so many UNITs, into tiles of these, side by side; zeros behind them, and
+    where a row is -1.
 
     What a thread copies of a row lies 128 bytes apart, so that one address, with offsets, serves for all of it. By
     pieces, for want of registers.
@@ -45,12 +66,9 @@ def _copy(to, base, rows, UNIT: gl.constexpr):
     N: gl.constexpr = to[0].shape[0]
     D: gl.constexpr = to[0].shape[1]
     PIECE: gl.constexpr = N if N * D < 32 * 256 else 32 * 256 // D
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(0, N, PIECE):
-        row = rows.slice(i, PIECE).load(gl.SliceLayout(1, ROW))[:, None]
         for part in gl.static_range(len(to)):
-            d = part * D + gl.arange(0, to[part].shape[1], gl.SliceLayout(0, ROW))[None, :]
-            async_copy.async_copy_global_to_shared(to[part].slice(i, PIECE), (base + d) + row * UNIT, row >= 0)
+            _copy_columns(to[part].slice(i, PIECE), base, rows.slice(i, PIECE), part * D, WIDTH, UNIT)
 
 
 @gluon.jit
@@ -63,14 +81,20 @@ def _each(tiles, i):
 
 
 @gluon.jit
-def _queries(q, q_tiles, q_rows, tile, full, empty, done, strides, UNIT: gl.constexpr, HEADS: gl.constexpr):
-    """Those of the next tile after so many, once nobody reads the last tile's."""
+def _queries(
+    q, q_tiles, q_rows, tile, full, empty, done, strides, DIM: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
+    """Those of the next tile after so many, once nobody reads those that were in their place."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    PLACES: gl.constexpr = q_tiles[0].shape[0] // 2
     at, head, asked = query(gl.arange(0, 2 * ROWS, EACH), tile, HEADS)
-    mbarrier.wait(empty, (done & 1) ^ 1)
+    place = done % PLACES
+    empty = empty.index(place)
+    full = full.index(place)
+    mbarrier.wait(empty, (done // PLACES & 1) ^ 1)
     q_rows.store(gl.where(asked, at * strides[0] + head * strides[1], -1))
     for part in gl.static_range(2):
-        _copy(_each(q_tiles, part), q, q_rows.slice(part * ROWS, ROWS), UNIT)
+        _copy(_each(q_tiles, 2 * place + part), q, q_rows.slice(part * ROWS, ROWS), DIM, UNIT)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -113,7 +137,8 @@ def _boxes(map, first, column, tiles, stage, full):
 
 @gluon.jit
 def _tile(
-    to, map, base, rows, first, column, stage, full, UNIT: gl.constexpr, MAP: gl.constexpr, THERE: gl.constexpr
+    to, map, base, rows, first, column, stage, full, WIDTH: gl.constexpr, UNIT: gl.constexpr, MAP: gl.constexpr,
+    THERE: gl.constexpr,
 ):  # fmt: skip
     """A tile's rows into one ring or two: by boxes where MAP and there is a `first`, else row by row. Who asks arrives
     beside the copies; so with THERE what was stored before is there too, which no asynchronous copy writes."""
@@ -123,10 +148,10 @@ def _tile(
                 gl.thread_barrier()
             _boxes(map, first, column, to, stage, full)
         else:
-            _copy(_each(to, stage), base, rows.index(stage), UNIT)
+            _copy(_each(to, stage), base, rows.index(stage), WIDTH, UNIT)
             mbarrier.arrive(full)
     else:
-        _copy(_each(to, stage), base, rows.index(stage), UNIT)
+        _copy(_each(to, stage), base, rows.index(stage), WIDTH, UNIT)
         if THERE:
             mbarrier.arrive(full)
     async_copy.mbarrier_arrive(full, increment_count=False)
@@ -135,8 +160,8 @@ def _tile(
 @gluon.jit
 def _rows(
     q, k_base, v_base, slots, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring, places, barriers, strides,
-    num_slots, k_map, v_map, columns, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr,
-    HEADS: gl.constexpr, MAP: gl.constexpr,
+    num_slots, k_map, v_map, columns, DIM: gl.constexpr, WIDTH: gl.constexpr, K_PAGE: gl.constexpr,
+    V_PAGE: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """The keys and values of entries [low, high), tile by tile, and behind the first keys the queries; how far the
     rings are then. By boxes where MAP and the slots of a tile follow each other, else row by row."""
@@ -150,7 +175,7 @@ def _rows(
     if MAP:
         all = _slots(slots, low, high, N, N // 32)
     if high <= low:
-        _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
+        _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, DIM, UNIT, HEADS)
     for j in range(low, high, N):
         ok = (slot >= 0) & (slot < num_slots)
         mine = gl.where(ok, slot, 0).to(gl.int64)
@@ -162,14 +187,14 @@ def _rows(
         mbarrier.wait(k_empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int32))
         k_rows.index(stage).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
-        _tile(k_ring, k_map, k_base, k_rows, first, columns[0], stage, k_full.index(stage), UNIT, MAP, True)
+        _tile(k_ring, k_map, k_base, k_rows, first, columns[0], stage, k_full.index(stage), DIM, UNIT, MAP, True)
         if j == low:
-            _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, UNIT, HEADS)
+            _queries(q, q_tiles, q_rows, tile, q_full, q_empty, done, strides, DIM, UNIT, HEADS)
         mbarrier.wait(v_empty.index(stage), free)
         if V_PAGE:
             v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
         # v_rows are k_rows where v lies as k does.
-        _tile((v_ring,), v_map, v_base, v_rows, first, columns[1], stage, v_full.index(stage), UNIT, MAP, False)
+        _tile((v_ring,), v_map, v_base, v_rows, first, columns[1], stage, v_full.index(stage), WIDTH, UNIT, MAP, False)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -189,13 +214,16 @@ def _words(MANY, W):
 
 
 @gluon.jit
-def _half(base, rows, i: gl.constexpr, UNIT: gl.constexpr, W: gl.constexpr):
-    """Half a tile's rows of W words, from row i on, loaded; zeros where there is none."""
+def _half(base, rows, i: gl.constexpr, UNIT: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr):
+    """Half a tile's rows of WIDTH elements, from row i on, loaded as W words; zeros where there is none."""
     MANY: gl.constexpr = rows.shape[0] // 2
     LAYOUT: gl.constexpr = _words(MANY, W)
     row = rows.slice(i, MANY).load(gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(base + ((row * (UNIT // WORD))[:, None] + d), (row >= 0)[:, None], other=0)
+    some = (row >= 0)[:, None]
+    if W * WORD > WIDTH:
+        some = some & (d < WIDTH // WORD)
+    return gl.load(base + ((row * (UNIT // WORD))[:, None] + d), some, other=0)
 
 
 @gluon.jit
@@ -210,7 +238,9 @@ def _put(to, i: gl.constexpr, x, kind: gl.constexpr):
 
 
 @gluon.jit
-def scaled(q, to, begin, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: gl.constexpr):
+def scaled(
+    q, to, begin, tile, q_row, q_head, sign, DIM: gl.constexpr, UNIT: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
     """A group's own rows of the queries, from `begin` on, times `sign`, put into a tile of fp16; by what powers of two
     (`exponent`)."""
     D: gl.constexpr = to.shape[1]
@@ -218,7 +248,10 @@ def scaled(q, to, begin, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: g
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
     at, head, asked = query(row // 8 * 8 + (begin + row % 8), tile, HEADS)
     d = gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
-    x = gl.load(q + (((at * q_row + head * q_head) * UNIT)[:, None] + d), asked[:, None], other=0.0)
+    some = asked[:, None]
+    if D > DIM:
+        some = some & (d < DIM)
+    x = gl.load(q + (((at * q_row + head * q_head) * UNIT)[:, None] + d), some, other=0.0)
     e = gl.full([ROWS], 127, gl.int32, gl.SliceLayout(1, ROW))
     if q.dtype.element_ty != gl.float16:
         e = exponent(gl.max(magnitude(x), 1))
@@ -229,7 +262,7 @@ def scaled(q, to, begin, tile, q_row, q_head, sign, UNIT: gl.constexpr, HEADS: g
 @gluon.jit
 def _widened(
     k_base, v_base, slots, low, high, stage, free, k_ring, v_ring, places, barriers, strides, num_slots,
-    K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr,
+    WIDTH: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """As `_rows`, of fp8 and without queries. Two loads are under way while one is widened, from tile to tile."""
     _, k_rows, v_rows, there = places
@@ -249,16 +282,16 @@ def _widened(
     k_rows.index(stage).store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
     if V_PAGE:
         v_rows.index(stage).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
-    a = _half(k_words, k_rows.index(stage), 0, UNIT, W)
-    b = _half(k_words, k_rows.index(stage), N // 2, UNIT, W)
+    a = _half(k_words, k_rows.index(stage), 0, UNIT, W, WIDTH)
+    b = _half(k_words, k_rows.index(stage), N // 2, UNIT, W, WIDTH)
     slot = gl.load(slots + (low + N + each), low + N + each < high, other=-1)
     for j in range(low, high, N):
         k, v, rows = k_ring[0].index(stage), v_ring.index(stage), v_rows.index(stage)
-        c = _half(v_words, rows, 0, UNIT, W)
+        c = _half(v_words, rows, 0, UNIT, W, WIDTH)
         mbarrier.wait(k_empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int32))
         _put(k, 0, a, KIND)
-        a = _half(v_words, rows, N // 2, UNIT, W)
+        a = _half(v_words, rows, N // 2, UNIT, W, WIDTH)
         _put(k, N // 2, b, KIND)
         fence_async_shared()
         mbarrier.arrive(k_full.index(stage))
@@ -272,10 +305,10 @@ def _widened(
         rows.store(gl.where(ok, place(mine, kc_page, kc_token, K_PAGE), -1))
         if V_PAGE:
             v_rows.index(following).store(gl.where(ok, place(mine, vc_page, vc_token, V_PAGE), -1))
-        b = _half(k_words, rows, 0, UNIT, W)
+        b = _half(k_words, rows, 0, UNIT, W, WIDTH)
         mbarrier.wait(v_empty.index(stage), free)
         _put(v, 0, c, KIND)
-        c = _half(k_words, rows, N // 2, UNIT, W)
+        c = _half(k_words, rows, N // 2, UNIT, W, WIDTH)
         _put(v, N // 2, a, KIND)
         fence_async_shared()
         mbarrier.arrive(v_full.index(stage))
@@ -307,13 +340,13 @@ def fetch(
     q, k_cache, v_cache, kv_indices, batch, split, counters, window, turns, q_tiles, k_ring, v_ring, places, barriers,
     strides, kc_head, vc_head, num_slots, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK: gl.constexpr, FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, REST: gl.constexpr,
-    UNIT: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
+    BLOCK: gl.constexpr, FEW: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, DIM: gl.constexpr,
+    WIDTH: gl.constexpr, UNIT: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     """What the tiles of a program take, tile after tile (`_turns.py`)."""
     N: gl.constexpr = v_ring.shape[1]
     SIZE: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
-    ROW: gl.constexpr = (2 * v_ring.shape[2] + REST) * SIZE
+    ROW: gl.constexpr = (DIM + WIDTH) * SIZE
     counter = counters.to(gl.pointer_type(gl.int32), bitcast=True)
     item = gl.program_id(0)
     items = item + 1  # known with the first
@@ -325,7 +358,7 @@ def fetch(
     while item < items:
         if SPLIT:
             items, tile, lowest, low, high, begin, kv_head, line = find_part(
-                item, batch, split, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, BLOCK, FEW
+                item, batch, split, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW
             )
             some = tile[1] > 0
         else:
@@ -345,12 +378,13 @@ def fetch(
             if SIZE == 1:
                 stage, free = _widened(
                     k_base, v_base, kv_indices + begin, low, high, stage, free, k_ring, v_ring, places, barriers,
-                    strides, num_slots, K_PAGE, V_PAGE, UNIT,
+                    strides, num_slots, WIDTH, K_PAGE, V_PAGE, UNIT,
                 )  # fmt: skip
             else:
                 stage, free = _rows(
                     q, k_base, v_base, kv_indices + begin, tile, low, high, stage, free, done, q_tiles, k_ring, v_ring,
-                    places, barriers, strides, num_slots, k_map, v_map, columns, K_PAGE, V_PAGE, UNIT, HEADS, MAP,
+                    places, barriers, strides, num_slots, k_map, v_map, columns, DIM, WIDTH, K_PAGE, V_PAGE, UNIT,
+                    HEADS, MAP,
                 )  # fmt: skip
             done += 1
             if not SPLIT:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hal.backends.cuda._attention import LN2, LOG2E
+from hal.backends.cuda._attention import LN2
 from hal.backends.cuda._fetch import ROWS, query
 from hal.backends.cuda._told import forget, tile_of
 
@@ -21,11 +21,8 @@ TOGETHER = gl.constexpr(4)
 
 
 @gluon.jit
-def _log_sums(top, total, each, CAP: gl.constexpr, FP8: gl.constexpr):
+def _log_sums(top, total, unit, FP8: gl.constexpr):
     """Of weights, in units of log 2."""
-    unit = each
-    if CAP:
-        unit = LOG2E
     some = total != 0.0
     if FP8:
         total *= 2.0**-SHIFT
@@ -49,11 +46,11 @@ def _columns(D):
 @gluon.jit
 def leave(
     found, where, out, lse, mine, v_factor, r, out_row, out_head, Q_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
+    WIDTH: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """A tile's outputs: by way of shared memory, where there is none left that of the queries, so that they leave in
     rows of whole sectors."""
-    acc, top, total, each = found
+    acc, top, total, unit = found
     turns, done, begin, q_empty = where
     D: gl.constexpr = acc.shape[1]
     share = v_factor / gl.where(total != 0.0, total, 1.0)
@@ -70,20 +67,23 @@ def leave(
     if not OWN:
         gl.thread_barrier()
         mbarrier.arrive(q_empty)
-    gl.store(out + ((at * out_row + head * out_head)[:, None] * UNIT + d), left, asked[:, None])
+    some = asked[:, None]
+    if D > WIDTH:
+        some = some & (d < WIDTH)
+    gl.store(out + ((at * out_row + head * out_head)[:, None] * UNIT + d), left, some)
     forget(turns, done)
     if LSE:
         at, head, asked = query(r, tile, HEADS)
-        gl.store(lse + (at * Q_HEADS + head), _log_sums(top, total, each, CAP, FP8) * LN2, asked)
+        gl.store(lse + (at * Q_HEADS + head), _log_sums(top, total, unit, FP8) * LN2, asked)
 
 
 @gluon.jit
 def leave_part(
     found, where, part, part_lse, line, v_factor, r, Q_HEADS: gl.constexpr, HEADS: gl.constexpr, LINES: gl.constexpr,
-    CAP: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
+    WIDTH: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What is found over a part of a tile's keys, for the merge: a row is a token's of the tile, and a head's."""
-    acc, top, total, each = found
+    acc, top, total, unit = found
     turns, done, begin, q_empty = where
     SUMS: gl.constexpr = acc.type.layout
     tile = tile_of(turns, done)
@@ -93,26 +93,29 @@ def leave_part(
         mbarrier.arrive(q_empty)
     _, head, asked = query(r, tile, HEADS)
     first = line.to(gl.int64) * LINES
-    gl.store(part_lse + (first + (r // HEADS * Q_HEADS + head)), _log_sums(top, total, each, CAP, FP8), asked)
+    gl.store(part_lse + (first + (r // HEADS * Q_HEADS + head)), _log_sums(top, total, unit, FP8), asked)
     share = gl.convert_layout(v_factor / gl.where(total != 0.0, total, 1.0), gl.SliceLayout(1, SUMS))
     r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     _, head, asked = query(r, tile, HEADS)
     d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))[None, :]
-    at = (r // HEADS * Q_HEADS + head)[:, None] * acc.shape[1] + d
-    gl.store(part + first * acc.shape[1] + at, acc * share[:, None], asked[:, None])
+    at = (r // HEADS * Q_HEADS + head)[:, None] * WIDTH + d
+    some = asked[:, None]
+    if acc.shape[1] > WIDTH:
+        some = some & (d < WIDTH)
+    gl.store(part + first * WIDTH + at, acc * share[:, None], some)
 
 
 @gluon.jit
 def merge_last(
     tile, begin, first, parts, counter, out, lse, part, part_lse, out_row, out_head, Q_HEADS: gl.constexpr,
-    HEADS: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
+    HEADS: gl.constexpr, LINES: gl.constexpr, WIDTH: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Count a part of a group's rows as left, and merge all of them if it is the last, in an order that does not depend
     on which one is. The counter is found and left at 0."""
     gl.thread_barrier()  # what all warps have left is to be seen by who sees the count
     if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
         gl.store(counter, 0)
-        COLUMNS: gl.constexpr = _columns(D)
+        COLUMNS: gl.constexpr = _columns(WIDTH)
         ROW: gl.constexpr = _rows_of(COLUMNS)
         to: gl.constexpr = out.dtype.element_ty
         r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
@@ -123,23 +126,24 @@ def merge_last(
             for i in gl.static_range(TOGETHER):
                 top = gl.maximum(top, _sums_of(part_lse, row, c + i, parts, asked, LINES))
         base = gl.where(top == ABSENT, 0.0, top)
-        for piece in range(D // COLUMNS):
+        for piece in range((WIDTH + (COLUMNS - 1)) // COLUMNS):
             d = piece * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ROW))[None, :]
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ROW))
             acc = gl.zeros([ROWS, COLUMNS], gl.float32, ROW)
             for c in range(0, parts, TOGETHER):
                 for i in gl.static_range(TOGETHER):
                     w = gl.exp2(_sums_of(part_lse, row, c + i, parts, asked, LINES) - base)
-                    some = asked & (c + i < parts)
-                    x = part + (((row + (c + i) * LINES) * D)[:, None] + d)
-                    acc += gl.load(x, some[:, None], other=0.0, cache_modifier=".cg") * w[:, None]
+                    some = (asked & (c + i < parts))[:, None]
+                    if WIDTH % COLUMNS:
+                        some = some & (d < WIDTH)
+                    x = part + (((row + (c + i) * LINES) * WIDTH)[:, None] + d)
+                    acc += gl.load(x, some, other=0.0, cache_modifier=".cg") * w[:, None]
                     total += w
             total = gl.where(total != 0.0, total, 1.0)
-            gl.store(
-                out + ((at * out_row + head * out_head)[:, None] * UNIT + d),
-                (acc / total[:, None]).to(to),
-                asked[:, None],
-            )
+            some = asked[:, None]
+            if WIDTH % COLUMNS:
+                some = some & (d < WIDTH)
+            gl.store(out + ((at * out_row + head * out_head)[:, None] * UNIT + d), (acc / total[:, None]).to(to), some)
             if LSE:
                 sums = gl.where(top == ABSENT, ABSENT, (base + gl.log2(total)) * LN2)
                 gl.store(lse + (at * Q_HEADS + head), sums, asked)

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""How the keys of MLA's rows are shared out among the programs that run at once, one a multiprocessor: found by each
-program from kv_indptr alone.
+"""How the keys of requests are shared out among the programs that run at once, found by each of them from kv_indptr
+alone: of MLA's rows on Hopper, where that is one a multiprocessor (`find`), and of keys and values apart, where it is
+several (`find_uneven`).
 
 Where requests cut into equal parts fill the programs, each program has one of those (`_split.py`). Else, as where forty
 requests are as long, for sixty-six programs, each takes an equal share of all tiles, request after request: the end of

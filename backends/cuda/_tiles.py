@@ -20,11 +20,11 @@ from hal.backends.cuda._split import counts, even, notes, shortest, total_of, wi
 @triton.jit
 def find(
     qo_indptr, kv_indptr, each, c, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    WHOLE: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr, TOKENS: tl.constexpr, window=0, WINDOW: tl.constexpr = False,
 ):  # fmt: skip
     """(how many keys a part has at most, the request that c is a part of a tile of, or bs, those of requests before,
     whether a request ends before it begins, how many there are of all: no more than tiles and `programs`). Where no
-    request has more than WHOLE keys, none is split."""
+    tile has more than WHOLE keys, none is split. WINDOW: a token sees `window` keys before its own, no more."""
     BLOCK: tl.constexpr = each.shape[0]
     request = tl.cast(0, tl.int32)
     before = tl.cast(0, tl.int32)
@@ -33,7 +33,7 @@ def find(
     chunk = tl.maximum(nnz, 1).to(tl.int32)
     if bs <= BLOCK:
         tiles, keys, chunk, falls, _ = _cut(
-            qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST, FEW_PARTS, WHOLE, TOKENS
+            qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST, FEW_PARTS, WHOLE, TOKENS, window, WINDOW
         )
         request, before, every = _placed(tiles, keys, chunk, each, c, bs)
     else:
@@ -41,7 +41,7 @@ def find(
         longest = tl.cast(0, tl.int32)
         for b in range(0, bs, BLOCK):
             tiles, falling = _tiles(qo_indptr, b + each, n, bs, TOKENS)
-            keys = lengths(kv_indptr, b + each, b + each < bs, nnz)
+            keys = _seen(lengths(kv_indptr, b + each, b + each < bs, nnz), window, TOKENS, WINDOW)
             total += total_of(keys, tiles)
             longest = tl.maximum(longest, tl.max(keys))
             falls |= falling
@@ -50,7 +50,8 @@ def find(
             chunk = tl.where(longest > WHOLE, split, chunk) if WHOLE else split
         for b in range(0, bs, BLOCK):
             tiles, _ = _tiles(qo_indptr, b + each, n, bs, TOKENS)
-            parts = counts(lengths(kv_indptr, b + each, b + each < bs, nnz), chunk) * tiles
+            keys = _seen(lengths(kv_indptr, b + each, b + each < bs, nnz), window, TOKENS, WINDOW)
+            parts = counts(keys, chunk) * tiles
             stop = every + tl.cumsum(parts, 0)
             mine = (stop <= c) & (b + each < bs)
             request += tl.sum(mine.to(tl.int32))
@@ -63,14 +64,22 @@ def find(
 
 
 @triton.jit
+def _seen(keys, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """How many of a request's keys a tile of its tokens sees at most."""
+    if WINDOW:
+        keys = tl.minimum(keys, window + TOKENS)
+    return keys
+
+
+@triton.jit
 def _cut(
     qo_indptr, kv_indptr, each, n, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
-    WHOLE: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr, TOKENS: tl.constexpr, window=0, WINDOW: tl.constexpr = False,
 ):  # fmt: skip
-    """Of requests that are looked at at once: (tiles and keys of each, how many keys a part has at most, whether one
-    ends before it begins, the keys of all tiles)."""
+    """Of requests that are looked at at once: (tiles of each and keys of one of them, how many keys a part has at most,
+    whether one ends before it begins, the keys of all tiles)."""
     tiles, falls = _tiles(qo_indptr, each, n, bs, TOKENS)
-    keys = lengths(kv_indptr, each, each < bs, nnz)
+    keys = _seen(lengths(kv_indptr, each, each < bs, nnz), window, TOKENS, WINDOW)
     chunk = tl.maximum(nnz, 1).to(tl.int32)
     total = tl.cast(0, tl.int64)
     if programs > 1:
@@ -173,20 +182,20 @@ def find_own(
     qo_indptr, kv_indptr, few, many, c, n, nnz, bs, programs, window, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr,
     LONGER: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SPLIT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What program c of a kernel that decodes is for, as `find` has it, without how many there are of all: a part of a
-    tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once, where
-    there are no more, or by `many`. The first programs have parts of requests that have several where no more than
-    SPLIT_FIRST requests are looked at at once."""
+    """What program c of the kernel that loads into lanes is for, as `find` has it, without how many there are of all: a
+    part of a tile of up to TOKENS query tokens; 0: of a request (`_split.py`). Requests are looked at by `few` at once,
+    where there are no more, or by `many`. The first programs have parts of requests that have several where no more
+    than SPLIT_FIRST requests are looked at at once."""
     falls = c < 0
     part = c
     if TOKENS:
         if bs <= few.shape[0]:
             chunk, request, before, falls, _ = find(
-                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+                qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS, window, WINDOW
             )
         else:
             chunk, request, before, falls, _ = find(
-                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS
+                qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, FEW_PARTS, 0, TOKENS, window, WINDOW
             )
     elif programs == 1:
         chunk, request, before, part = _split.unsplit(c, nnz)
@@ -227,11 +236,11 @@ def idle(qo_indptr, few, many, c, n, bs, programs, TOKENS: tl.constexpr):
 @triton.jit
 def part_of(
     qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS: tl.constexpr, CAUSAL: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, window=0, WINDOW: tl.constexpr = False,
 ):  # fmt: skip
     """Of c: ((first token of its tile, tokens, tiles of the request, which part it is, parts), where the request's keys
     begin, the first key of c, the key after its last, how many keys the tile's first token sees; each next token one
-    more, if CAUSAL)."""
+    more, if CAUSAL, as it is where there is a WINDOW: then those are counted from the request's first key)."""
     first = entry(qo_indptr, request, n)
     tokens = entry(qo_indptr, request + 1, n) - first
     begin = entry(kv_indptr, request, nnz)
@@ -239,15 +248,18 @@ def part_of(
     tiles = tl.maximum(tokens + (TOKENS - 1), 1) // TOKENS
     at = tl.where(falls, c - first, (c - before) % tiles * TOKENS)
     rows = tl.where(falls, 1, tl.minimum(tokens - at, TOKENS))
-    parts = tl.where(falls, 1, counts(keys, chunk))
+    parts = tl.where(falls, 1, counts(_seen(keys, window, TOKENS, WINDOW), chunk))
     part = tl.where(falls, 0, (c - before) // tiles)
     sees = keys
     last = keys
     if CAUSAL:
         sees = keys - tokens + at + 1
         last = tl.maximum(sees + rows - 1, 0)
-    own = (tl.maximum(last - 1, 0) // parts + STEP) // STEP * STEP
-    low = part * own
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(sees - 1 - window, 0)
+    own = (tl.maximum(last - lowest - 1, 0) // parts + STEP) // STEP * STEP
+    low = lowest + part * own
     return (first + at, rows, tiles, part, parts), begin, low, tl.minimum(low + own, last), sees
 
 

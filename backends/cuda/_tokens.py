@@ -53,11 +53,14 @@ class Taken(NamedTuple):
 
 def taken(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indices: Tensor, to: str, row: tuple[int, int],
-    lse: Tensor | None, causal: bool, cap: bool, k_scale: object, v_scale: object, shared: bool, plain: bool,
+    lse: Tensor | None, causal: bool, window: int, cap: bool, k_scale: object, v_scale: object, shared: bool,
+    plain: bool,
 ) -> Taken | None:  # fmt: skip
-    """What a call without a window starts so, or None where extend_attention's own kernels are for it."""
+    """What a call starts so, or None where extend_attention's own kernels are for it. `window`: -1 for none."""
+    if window >= 0 and not causal:
+        return None
     run, blocks, programs, strides = decode_attention._plan(
-        q, k_cache, v_cache, row, lse, False, cap, k_scale, v_scale, shared, plain
+        q, k_cache, v_cache, row, lse, window >= 0, cap, k_scale, v_scale, shared, plain
     )
     if "TOKENS" not in run.static:
         return None
@@ -83,11 +86,15 @@ def taken(
     lines = n.at_most(n.per(tokens) + bs).at_most(most) + programs
     part, sums = Scratch(Size()), Scratch(lines.times(heads * tokens * v_dim))  # behind the sums: `_tiles.note`
     steps = []
+    if 0 <= window <= decode_attention.WHOLE - tokens:
+        most = 0  # no tile sees so many keys that it is worth two launches
     forms = tuple(_by_many(run, programs, k_cache.dtype in FP8, 0, most))
-    for each, parts, least, longest in (*((x, programs, a, b) for x, a, b in forms), (forms[-1][0], 1, most, MOST)):
+    split = ((each, programs, least, longest) for each, least, longest in forms if longest)
+    for each, parts, least, longest in (*split, (forms[-1][0], 1, most, MOST)):
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
-            length("k_cache", by=page_size(k_cache)), nnz, bs, parts, 0, "scale", "logit_cap", "qo_indptr", n,
+            length("k_cache", by=page_size(k_cache)), nnz, bs, parts, max(0, window), "scale", "logit_cap",
+            "qo_indptr", n,
         )  # fmt: skip
         grid = n.times(blocks) + (parts * blocks if parts > 1 else 0)
         steps.append(Step(each, grid, args, (("q", least, longest),)))
@@ -102,9 +109,8 @@ def _by_many(
     run: launch.Launch, programs: int, fp8: bool, least: int, most: int
 ) -> Iterator[tuple[launch.Launch, int, int]]:
     """What starts, of more than how many query tokens, and of up to how many: of MLA's rows under more query heads than
-    one program takes what leaves parts in fp32, where there are so many that parts are little of the whole. The loop
-    that the assembler makes beside that is 1 to 3 % faster than beside halves. Over fp8 registers are too short for
-    pairs to change places."""
+    one program takes what leaves parts in fp32, where there are so many that parts are little of the whole. Even
+    batches took 1.5 % less so than with halves. Over fp8 registers are too short for pairs to change places."""
     few = max(least, min(2 * programs, most))
     if run.static.get("HALVES") and run.static["GROUP"] > 64:
         yield run, least, few

@@ -308,7 +308,7 @@ def find(
     if CAUSAL:
         high = gl.minimum(length, gl.maximum(length - news + gl.minimum(token + TOKENS, news), 0))
     if WINDOW:
-        low = gl.maximum(lowest - window, 0) // N * N
+        low = gl.maximum(lowest - window, 0)
     if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
         # The first is known to be the same in all lanes.
         if early < every:  # noqa: SIM102
@@ -330,8 +330,9 @@ def find(
 
 @gluon.jit
 def find_part(
-    item, batch, split, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
-    TOKENS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+    item, batch, split, window, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
+    HEADS: gl.constexpr, TOKENS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """As `find`, of parts of tiles, and where what is left of it goes: the line of parts, or -1 if it is all of a tile.
     A tile of no tokens is none. Tells the launch that merges what it needs to know."""
@@ -346,11 +347,11 @@ def find_part(
     many = gl.arange(0, BLOCK, _each(BLOCK))
     if bs <= FEW:
         chunk, request, before, falls, every = find_tile(
-            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS
+            qo_indptr, kv_indptr, few, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS, window, WINDOW
         )
     else:
         chunk, request, before, falls, every = find_tile(
-            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS
+            qo_indptr, kv_indptr, many, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS, window, WINDOW
         )
     if item == gl.program_id(0):
         for token in range(item, n, gl.num_programs(0)):
@@ -359,7 +360,7 @@ def find_part(
     token, rows, line, begin, low, high, sees = zero, zero, zero - 1, zero, zero, zero, zero
     if (request < bs) & (c < every):
         tile, begin, low, high, sees = part_of(
-            qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, N
+            qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, N, window, WINDOW
         )
         note(part_lse, gl.arange(0, 128, _each(128)), tile, c, falls, n, programs, LINES)
         token = tile[0]

@@ -86,14 +86,19 @@ def _there(slot, num_slots):
 
 
 @gluon.jit
-def _sees(s, j, GROUP: gl.constexpr, TOKENS: gl.constexpr):
+def _sees(s, j, window, GROUP: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr):
     """Which key is seen by which column, of logits ``[warps, keys, columns]``: j is how far behind those that the first
-    token sees the tile begins, and each next token sees one more."""
+    token sees the tile begins, and each next token sees one more, of a WINDOW from one further on."""
     EACH: gl.constexpr = gl.SliceLayout(2, s.type.layout)
     w = gl.arange(0, s.shape[0], gl.SliceLayout(1, EACH))[:, None]
     n = gl.arange(0, s.shape[1], gl.SliceLayout(0, EACH))[None, :]
     h = gl.arange(0, s.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, s.type.layout)))
-    return (j + w * s.shape[1] + n)[:, :, None] < token_of(h, GROUP, TOKENS)[None, None, :]
+    at = (j + w * s.shape[1] + n)[:, :, None]
+    token = token_of(h, GROUP, TOKENS)[None, None, :]
+    seen = at < token
+    if WINDOW:
+        seen = seen & (at >= token - (1 + window))
+    return seen
 
 
 @gluon.jit
@@ -225,7 +230,7 @@ def decode_attention_lanes_kernel(
     if request < bs:
         if TOKENS:
             tile, begin, low, high, sees = part_of(
-                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, STEP
+                qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, STEP, window, WINDOW
             )
             note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
             parts = tile[4]
@@ -276,9 +281,12 @@ def decode_attention_lanes_kernel(
             else:
                 s = s * (by * LOG2E)[:, None, :]
             s = gl.where(ok[:, :, None] != 0, s, float("-inf"))
-            if TOKENS > 1:  # noqa: SIM102, what is known when it is compiled stands alone
-                if j + STEP > sees:
-                    s = gl.where(_sees(s, j - sees, GROUP, TOKENS), s, float("-inf"))
+            if TOKENS > 1:
+                edge = j + STEP > sees
+                if WINDOW:
+                    edge = edge | (j < sees + (TOKENS - 2) - window)
+                if edge:
+                    s = gl.where(_sees(s, j - sees, window, GROUP, TOKENS, WINDOW), s, float("-inf"))
             new = gl.maximum(top, gl.max(s, 1))
             base = gl.where(new == float("-inf"), 0.0, new)
             keep = gl.exp2(top - base)

@@ -31,12 +31,17 @@ BLOCK = 256
 """Requests whose lengths a program looks at together."""
 FEW = 32
 """So few are looked at by each warp for itself, without a barrier."""
+MOST_WINDOW = 2**30
+"""No memory holds the keys of a request that has more."""
 LONG = 2048
 """More listed keys may be split on Hopper."""
 ALIKE = 4
 """Of so few requests none has far more keys than the mean."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
-"""(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys under a logit_cap."""
+"""(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys where registers are
+short, under a logit_cap and of some of fp8. Heads between 64 and 128 are taken as of 128."""
+NARROW = 512
+"""Of 128 keys a tile has half under a window of up to so many: then fewer are read that no row sees."""
 
 
 @triton.jit
@@ -246,13 +251,18 @@ def tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: int) -> tupl
     return {80: (128, 64, 8, 3), 90: (128, 64, 8, 5)}.get(arch, (64, 32, 8, 3))
 
 
+def _as_of(dim: int, v_dim: int) -> tuple[int, int]:
+    """The head_dim and v_head_dim of `HOPPER` by whose tiles the kernel for Hopper takes such heads."""
+    return (128, 128) if dim == v_dim and 64 < dim < 128 and dim % 16 == 0 else (dim, v_dim)
+
+
 def for_hopper(q: Tensor, k_cache: Tensor, v_cache: Tensor, unit: int, shared: bool) -> bool:
     """Whether the kernel for Hopper takes them: 16 bits, heads that it has a tile for, rows of whole 16 bytes."""
     return (
         launch.lane() in ("device", "recorded")
         and arch(q.get_device()) == 90
         and q.dtype.itemsize == 2
-        and (q.shape[2], v_cache.shape[-1]) in HOPPER
+        and _as_of(q.shape[2], v_cache.shape[-1]) in HOPPER
         and (unit >= 8 if q.dtype == k_cache.dtype else unit == 16 and q.shape[2] != 192 and k_cache.dtype in FP8)
         and not shared
     )
@@ -276,7 +286,7 @@ def _plan(
     row: tuple[int, int],
     lse: Tensor | None,
     causal: bool,
-    window: bool,
+    window: int,
     cap: bool,
     k_scale: object,
     v_scale: object,
@@ -297,17 +307,21 @@ def _plan(
     unscaled = k_scale is None and v_scale is None
     hopper = plain and (fp8 or unscaled) and for_hopper(q, k_cache, v_cache, unit, shared)
     if hopper:
-        (n, stages), m, warps = HOPPER[dim, v_dim], 128, 4
-        if cap or (fp8 and window and dim == 128):
+        (n, stages), m, warps = HOPPER[_as_of(dim, v_dim)], 128, 4
+        narrow = 0 <= window <= NARROW and n == 128
+        if narrow or (cap and (fp8 or dim < 256)) or (fp8 and window >= 0 and 64 < dim <= 128):
             n, stages = n // 2, 2 * stages
     else:
         m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
     heads = min(group, m)
     blocks = kv_heads * -(-group // heads)
     d0, d1 = _attention.parts(dim)
+    v_tile = next_power_of_2(v_dim)
+    if hopper and (fp8 or d0 + d1 > dim):
+        d0, d1 = next_power_of_2(dim), 0  # widened, or padded, as one tile
     same: dict[str, Any] = {
         "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "HEADS": heads, "TOKENS": m // heads, "N": n,
-        "K_PAGE": k_page, "V_PAGE": v_page, "CAUSAL": causal, "WINDOW": window, "CAP": cap, "LSE": lse is not None,
+        "K_PAGE": k_page, "V_PAGE": v_page, "CAUSAL": causal, "WINDOW": window >= 0, "CAP": cap, "LSE": lse is not None,
         "UNIT": unit, "STAGES": stages, "BLOCK": BLOCK, "FEW": FEW, "PDL": on, "launch_pdl": on, "num_warps": warps,
         "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale),
     }  # fmt: skip
@@ -318,8 +332,11 @@ def _plan(
             **same,
             SPLIT=False,
             LONG_FIRST=False,
-            D=d0,
+            D=v_tile,
+            FIRST=d0,
             REST=d1,
+            DIM=dim,
+            WIDTH=v_dim,
             MAP=n == 128 and k_page == 1 and v_page <= 1 and by_boxes(k_cache, v_cache, kc, vc),
         )
     else:
@@ -337,7 +354,7 @@ def _own(
     """What a call starts of this op's own kernels."""
     window = sliding_window >= 0
     run, hopper, blocks, tokens, strides = _plan(
-        q, k_cache, v_cache, row, lse, causal, window, logit_cap > 0, k_scale, v_scale, shared, plain
+        q, k_cache, v_cache, row, lse, causal, sliding_window, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     bs = length("qo_indptr") + -1
     around = length("q", per=tokens) + bs
@@ -350,16 +367,17 @@ def _own(
     args = (
         "q", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", to, "lse", *counters, "k_scale",
         "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), bs, *most,
-        max(0, min(sliding_window, 2**30)), "scale", "logit_cap",
+        max(0, min(sliding_window, MOST_WINDOW)), "scale", "logit_cap",
     )  # fmt: skip
     some = ("qo_indptr", 1, MOST)
     if not hopper:
         return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), None, returns)
     args = (*args, None, None, 1)
     parts = at_once // blocks
-    if window or parts < 2:
+    from hal.backends.cuda._turns import LINES_EACH, WHOLE
+
+    if parts < 2 or (window and (not causal or sliding_window + tokens <= WHOLE.value)):
         return Plan((Step(run, programs, args, (("q", 0, MOST), some)),), Size(), returns)
-    from hal.backends.cuda._turns import LINES_EACH
 
     # Where tiles do not fill the device, keys are split, if they are many; where they do, those of requests that have
     # far more than others, of which there is none among few.
@@ -369,8 +387,8 @@ def _own(
     lines = LINES_EACH.value * parts * rows
     part, part_lse = Scratch(Size()), Scratch(Size(lines * v_dim))
     split = run.kernel.bind(**{**run.static, "SPLIT": True})
-    # Of heads of 256 over fp8 two registers more would be put aside in the loop.
-    long = run if fp8 and v_dim == 256 else run.kernel.bind(**{**run.static, "LONG_FIRST": True})
+    # Of heads of 256 over fp8 two registers more would be put aside in the loop. Under a window none is longer.
+    long = run if window or (fp8 and v_dim == 256) else run.kernel.bind(**{**run.static, "LONG_FIRST": True})
     little, much = ("kv_indices", -1, LONG), ("kv_indices", LONG, MOST)
     full = (Size(few + 1).within(n) + Size(parts).within(bs)).at_most(1)
     args_of_parts = (*args[:-3], part, part_lse, parts)
@@ -410,14 +428,13 @@ def _plans(
         raise ArgumentError("extend_attention", "kv_indices", f"at most {MOST} entries, on cuda", str(nnz))
     if not q.shape[1]:
         return Plan((), returns=returns)
-    window, shared = sliding_window >= 0, _attention.shared(k_cache, v_cache)
+    shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
-    few = None
-    if not window:
-        few = _tokens.taken(
-            q, k_cache, v_cache, kv_indices, to, row, lse, causal, logit_cap > 0, k_scale, v_scale, shared, plain
-        )
+    few = _tokens.taken(
+        q, k_cache, v_cache, kv_indices, to, row, lse, causal, min(sliding_window, MOST_WINDOW), logit_cap > 0,
+        k_scale, v_scale, shared, plain,
+    )  # fmt: skip
     if few and not few.few:
         return Plan(few.steps, few.scratch, returns)
     own = _own(

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LOG2E
+from hal.backends.cuda._cap import tanh
 from hal.backends.cuda._fetch import ROWS, fetch, scaled
 from hal.backends.cuda._leave import ABSENT, SHIFT, leave, leave_part, merge_last
 from hal.backends.cuda._told import TOLD, counter_of, line_of, tile_of, told
@@ -33,7 +34,6 @@ from hal.triton import launch
 
 factor = gluon.jit(_attention.factor.fn)
 positive = gluon.jit(_attention.positive.fn)
-tanh = gluon.jit(_attention.tanh.fn)
 without = gluon.jit(_attention.without.fn)
 
 
@@ -64,16 +64,16 @@ def _edge(there, j, inner, full, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, top, total, there, edge, j, high, position, window, by, cap, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CAP: gl.constexpr, FP8: gl.constexpr,
+    s, top, total, there, edge, j, high, position, window, unit, within_cap, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax, over a tile of products; `there` says which of its keys are."""
+    """One step of the running softmax, over a tile of products; `there` says which of its keys are. `unit` is what
+    makes of them logits in units of log 2; under a cap `within_cap` what makes of them such whose tanh is asked for,
+    and `unit` that for these."""
     N: gl.constexpr = s.shape[1]
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    unit = by
     if CAP:
-        s = cap * tanh(s * _by_row(by / cap, FP8))
-        unit = LOG2E
+        s = tanh(s * _by_row(within_cap, FP8))
     if edge:
         # Of a key's place in the tile, what is one number for all threads stands alone: else a register for each key.
         key = gl.arange(0, N, KEYS)
@@ -100,6 +100,14 @@ def _softmax(
 
 
 @gluon.constexpr_function
+def _registers(D, WINDOW, CAP, FP8):
+    """Of a thread that multiplies; as much of 504 as is left goes to each that fetches. Found by looking for spills."""
+    if D == 256:
+        return 216 if FP8 and WINDOW else 208 if FP8 else 224 if CAP else 216
+    return 192 if FP8 else 208
+
+
+@gluon.constexpr_function
 def _threads(D):
     """How many of a group give a tile back: each for itself, as one for all would wait for all. Heads of 64 took 4 %
     more by it, and of 256 no less."""
@@ -107,9 +115,16 @@ def _threads(D):
 
 
 @gluon.constexpr_function
-def _own(D, REST):
+def _own(D, DIM):
     """Whether shared memory has room for outputs beside the queries: then the next tile's come while they leave."""
-    return D <= 128 and not REST
+    return max(D, DIM) <= 128
+
+
+@gluon.constexpr_function
+def _places(D, FP8):
+    """Tiles of queries that there is room for: with two the next tile's are there when it begins. Those of fp8 are made
+    by who multiplies."""
+    return 2 if D == 64 and not FP8 else 1
 
 
 @gluon.jit
@@ -143,8 +158,9 @@ def _multiply(
     PART: gl.constexpr, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there,
     barriers, q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS: gl.constexpr,
     GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr, LINES: gl.constexpr, REST: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr,
-    FP8: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
+    DIM: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
+    LSE: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr,
+    LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Rows [64 PART, 64 PART + 64) of tiles, as they are told."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -155,7 +171,8 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     THREADS: gl.constexpr = _threads(D)
-    OWN: gl.constexpr = _own(D, REST)
+    OWN: gl.constexpr = _own(D, DIM)
+    PLACES: gl.constexpr = _places(D, FP8)
     # Values were asked for before the next keys, by the same threads: where no copy engine brings them, who has those
     # keys has these values. Heads of 64 and 256 took more time without the wait, 4 and 1 %.
     WAIT: gl.constexpr = MAP or D != 128
@@ -167,6 +184,8 @@ def _multiply(
     while tokens > 0:
         zero = _zero(done)
         begin = PART * ROWS + zero
+        place = done % PLACES
+        mine = 2 * place + PART
         r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))
         position = lowest + r // HEADS
         # All rows see all of [inner, full).
@@ -180,26 +199,32 @@ def _multiply(
         acc = gl.zeros([ROWS, D], gl.float32, SUMS)
         none = gl.zeros([ROWS, N], gl.float32, LOGITS)
         total = _sums(none)
-        each = by
+        unit = by
+        within_cap = by
         if FP8:
-            e = scaled(q, q_tiles[0].index(PART + zero), begin, tile_of(turns, done), q_row, q_head, sign, UNIT, HEADS)
+            e = scaled(
+                q, q_tiles[0].index(PART + zero), begin, tile_of(turns, done), q_row, q_head, sign, DIM, UNIT, HEADS
+            )
             fence_async_shared()
-            each = positive(without(by, gl.convert_layout(e, gl.SliceLayout(1, LOGITS))))
+            unit = positive(without(by, gl.convert_layout(e, gl.SliceLayout(1, LOGITS))))
             if not CAP:
-                each = each * LOG2E
+                unit = unit * LOG2E
         else:
-            mbarrier.wait(q_full, done & 1)
+            mbarrier.wait(q_full.index(place), done // PLACES & 1)
+        if CAP:
+            within_cap = unit / cap
+            unit = cap * LOG2E
         if high > low:
             # `wgmma` sees what was written only past a fence: the writers' (fp8), or one here, as copies end by
             # themselves.
             mbarrier.wait(k_full.index(stage), phase)
             if not FP8:
                 fence_async_shared()
-            s = warpgroup_mma_wait(0, [_logits(PART, stage, q_tiles, k_ring, none, REST)])
+            s = warpgroup_mma_wait(0, [_logits(mine, stage, q_tiles, k_ring, none, REST)])
             edge = _edge(there.index(stage), low, inner, full, WINDOW)
             p, keep, top, total = _softmax(
-                s, top, total, there.index(stage), edge, low, high, position, window, each, cap, CAUSAL, WINDOW, CAP,
-                FP8,
+                s, top, total, there.index(stage), edge, low, high, position, window, unit, within_cap, CAUSAL,
+                WINDOW, CAP, FP8,
             )  # fmt: skip
             _free(k_empty.index(stage), THREADS)
             weights = gl.convert_layout(p.to(dtype), WEIGHTS)
@@ -215,7 +240,7 @@ def _multiply(
                     fence_async_shared()
                 # Asked here, it is known when the products are.
                 edge = _edge(there.index(stage), j, inner, full, WINDOW)
-                s_begun = _logits(PART, stage, q_tiles, k_ring, none, REST)
+                s_begun = _logits(mine, stage, q_tiles, k_ring, none, REST)
                 if WAIT:
                     mbarrier.wait(v_full.index(before), before_phase)
                     if not FP8:
@@ -223,8 +248,8 @@ def _multiply(
                 acc_begun = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
                 s = warpgroup_mma_wait(1, [s_begun])
                 p, keep, top, total = _softmax(
-                    s, top, total, there.index(stage), edge, j, high, position, window, each, cap, CAUSAL, WINDOW, CAP,
-                    FP8,
+                    s, top, total, there.index(stage), edge, j, high, position, window, unit, within_cap, CAUSAL,
+                    WINDOW, CAP, FP8,
                 )  # fmt: skip
                 _free(k_empty.index(stage), THREADS)
                 acc = warpgroup_mma_wait(0, [acc_begun])
@@ -233,7 +258,7 @@ def _multiply(
                 weights = gl.convert_layout(p.to(dtype), WEIGHTS)
             if OWN and not FP8:
                 gl.thread_barrier()
-                mbarrier.arrive(q_empty)
+                mbarrier.arrive(q_empty.index(place))
             mbarrier.wait(v_full.index(stage), phase)
             if not FP8:
                 fence_async_shared()
@@ -244,33 +269,33 @@ def _multiply(
                 stage = 0
                 phase ^= 1
         elif OWN and not FP8:
-            mbarrier.arrive(q_empty)
+            mbarrier.arrive(q_empty.index(place))
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LOGITS))
-        found = (acc, top, total, each)
-        where = (turns, done, begin, q_empty)
+        found = (acc, top, total, unit)
+        where = (turns, done, begin, q_empty.index(place))
         if SPLIT or LONG_FIRST:
             line = line_of(turns, done)
             if line < 0:
                 leave(
                     found, where, out, lse, out_tiles.index(PART + zero), v_factor, r, out_row, out_head, Q_HEADS,
-                    HEADS, CAP, LSE, UNIT, FP8, OWN,
+                    HEADS, WIDTH, LSE, UNIT, FP8, OWN,
                 )  # fmt: skip
             else:
                 if LONG_FIRST:
                     tile = tile_of(turns, done)  # before it is forgotten
                     line, nth, parts = unpacked(line)
-                leave_part(found, where, part, part_lse, line, v_factor, r, Q_HEADS, HEADS, LINES, CAP, FP8, OWN)
+                leave_part(found, where, part, part_lse, line, v_factor, r, Q_HEADS, HEADS, LINES, WIDTH, FP8, OWN)
                 if LONG_FIRST:
                     counter = counter_of(counters, line - nth, tile, PART, Q_HEADS, GROUP, BLOCKS, HEADS)
                     merge_last(
                         tile, begin, line - nth, parts, counter, out, lse, part, part_lse, out_row, out_head, Q_HEADS,
-                        HEADS, LINES, D, LSE, UNIT,
+                        HEADS, LINES, WIDTH, LSE, UNIT,
                     )  # fmt: skip
         else:
             leave(
                 found, where, out, lse, out_tiles.index(PART + zero), v_factor, r, out_row, out_head, Q_HEADS, HEADS,
-                CAP, LSE, UNIT, FP8, OWN,
+                WIDTH, LSE, UNIT, FP8, OWN,
             )  # fmt: skip
         done += 1
         tokens, lowest, low, high = told(turns, done)
@@ -304,10 +329,10 @@ def extend_attention_hopper_kernel(
     num_slots: gl.int64, nnz: gl.int64, n: gl.int64, bs: gl.int32, window: gl.int32, scale, cap,
     part, part_lse, programs: gl.int32, k_map, v_map, Q_HEADS: gl.constexpr, GROUP: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    REST: gl.constexpr, K_PAGE: gl.constexpr, V_PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CAP: gl.constexpr, LSE: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    FEW: gl.constexpr, PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, MAP: gl.constexpr,
-    SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
+    FIRST: gl.constexpr, REST: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, K_PAGE: gl.constexpr,
+    V_PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, MAP: gl.constexpr, SPLIT: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -325,19 +350,19 @@ def extend_attention_hopper_kernel(
         if not CAP:
             by *= LOG2E
 
-    # Of a thread that multiplies; as much of 504 as is left goes to each that fetches. Found by looking for spills.
-    REGISTERS: gl.constexpr = 192 if FP8 and D < 256 else 216 if D == 256 and (WINDOW or not FP8) else 208
+    REGISTERS: gl.constexpr = _registers(D, WINDOW, CAP, FP8)
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_tiles = (gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE),)
-    k_ring = (gl.allocate_shared_memory(dtype, [STAGES, N, D], TILE),)
+    PLACES: gl.constexpr = _places(D, FP8)
+    q_tiles = (gl.allocate_shared_memory(dtype, [2 * PLACES, ROWS, FIRST], TILE),)
+    k_ring = (gl.allocate_shared_memory(dtype, [STAGES, N, FIRST], TILE),)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, N, D], TILE)
     if REST:
         LAST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
-        q_tiles = (q_tiles[0], gl.allocate_shared_memory(dtype, [2, ROWS, REST], LAST))
+        q_tiles = (q_tiles[0], gl.allocate_shared_memory(dtype, [2 * PLACES, ROWS, REST], LAST))
         k_ring = (k_ring[0], gl.allocate_shared_memory(dtype, [STAGES, N, REST], LAST))
     out_tiles = q_tiles[0]
-    if _own(D, REST):
+    if _own(D, DIM):
         out_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rows = gl.allocate_shared_memory(gl.int64, [2 * ROWS], FLAT)
@@ -348,12 +373,12 @@ def extend_attention_hopper_kernel(
     there = gl.allocate_shared_memory(gl.int32, [STAGES, N], FLAT)
     told_full, told_empty = _barriers(2), _barriers(2)
     turns = (gl.allocate_shared_memory(gl.int32, [2, TOLD], FLAT), told_full, told_empty)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full, q_empty = _barriers(PLACES), _barriers(PLACES)
     k_full, k_empty, v_full, v_empty = _barriers(STAGES), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    mbarrier.init(q_full, count=128)
-    mbarrier.init(q_empty, count=2)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(q_full.index(i), count=128)
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(told_full.index(i), count=1)
         mbarrier.init(told_empty.index(i), count=2)
@@ -368,18 +393,18 @@ def extend_attention_hopper_kernel(
                 q, k_cache, v_cache, kv_indices, (qo_indptr, kv_indptr, n, nnz, bs), (part_lse, programs),
                 counters, window, turns, q_tiles, k_ring, v_ring, (q_rows, k_rows, v_rows, there), barriers,
                 (q_row, q_head, kc_page, kc_token, vc_page, vc_token), kc_head, vc_head, num_slots, k_map, v_map,
-                Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, CAUSAL, WINDOW, BLOCK, FEW, K_PAGE, V_PAGE, REST, UNIT, MAP,
-                SPLIT, LONG_FIRST,
+                Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, CAUSAL, WINDOW, BLOCK, FEW, K_PAGE, V_PAGE, DIM, WIDTH, UNIT,
+                MAP, SPLIT, LONG_FIRST,
             )),
             (_multiply, (
                 0, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers,
                 q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, GROUP, BLOCKS, HEADS,
-                Q_HEADS * TOKENS, REST, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
+                Q_HEADS * TOKENS, REST, DIM, WIDTH, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
             )),
             (_multiply, (
                 1, q, out, lse, part, part_lse, counters, turns, q_tiles, out_tiles, k_ring, v_ring, there, barriers,
                 q_row, q_head, out_row, out_head, window, by, sign, cap, v_factor, Q_HEADS, GROUP, BLOCKS, HEADS,
-                Q_HEADS * TOKENS, REST, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
+                Q_HEADS * TOKENS, REST, DIM, WIDTH, CAUSAL, WINDOW, CAP, LSE, UNIT, FP8, MAP, SPLIT, LONG_FIRST,
             )),
         ],
         [4, 4],

@@ -21,6 +21,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+BETWEEN = ((80, 80), (96, 96), (112, 112))
+"""Heads that are taken as of 128: their keys in two tiles, or one that is not full."""
 
 
 def made(head_dim: int = 128, v_head_dim: int = 128, **change: Any) -> dict[str, Any]:
@@ -36,6 +38,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 70, "lse": False, "dtype": "fp16"},
     "cap": {"logit_cap": 3.0, "loud": 4.0},
     "cap-window-paged": {"logit_cap": 3.0, "sliding_window": 100, "cache": "paged", "cache_view": "padded"},
+    "cap-far": {"logit_cap": 0.2, "loud": 4.0},
+    "cap-near": {"logit_cap": 50.0, "loud": 0.1},
+    "narrow-window": {"sliding_window": 20, "index": "i64"},
+    "window-of-one": {"sliding_window": 0},
     "not-causal": {"causal": False},
     "group-of-7": {"q_heads": 14, "kv_heads": 2, "longest": 40},
     "group-of-1": {"q_heads": 2, "kv_heads": 2, "cache": "paged", "cache_view": "pairs", "indptr": "i64"},
@@ -69,7 +75,7 @@ FP8: dict[str, dict[str, Any]] = {
 FORMS |= FP8
 LOUD = ((3e38, 1e-38), (1e-38, 1e38), (1e-40, 1e38), (3e4, 1e-4), (1.0, 0.1))
 """A magnitude of queries, and a scale by which logits are of none."""
-LITTLE = ("absent-window", "cap", "cap-window-paged", "group-of-7")
+LITTLE = ("absent-window", "cap", "cap-window-paged", "narrow-window", "group-of-7")
 RUNS: dict[str, dict[str, Any]] = {
     "in-runs": {"run": 128, "slots": 1024},
     "in-runs-strided": {"run": 256, "slots": 1024, "cache_view": "padded", "dtype": "fp16"},
@@ -91,6 +97,7 @@ CI_ALL = os.environ.get("CI_ALL")
         *((192, 128, form) for form in RUNS),
         *((dim, dim, form) for dim in (64, 256) for form in FP8),
         *((*dims, form) for dims in DIMS if dims != (128, 128) for form in LITTLE),
+        *((*dims, form) for dims in BETWEEN for form in ("plain", "ragged-few", "not-causal", *LITTLE, *FP8)),
     ],
 )
 def test_right_over_many_tiles(head_dim: int, v_head_dim: int, form: str) -> None:
@@ -167,7 +174,7 @@ def kernels(args: dict[str, Any], arch: int = 90) -> set[str]:
     return {bound.kernel.name for bound, _ in calls} - {"merge_kernel"}  # of what is split
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS + BETWEEN)
 def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
     args = made(head_dim, v_head_dim)
     assert kernels(args) == {"extend_attention_hopper_kernel"}
@@ -185,7 +192,9 @@ def test_taken_on_hopper_alone(head_dim: int, v_head_dim: int) -> None:
         {"cache_dtype": "e4m3", "dtype": "fp32"},
         {"cache_dtype": "e4m3", "head_dim": 192, "v_head_dim": 128},
         {"cache_dtype": "e4m3", "cache": "paged", "cache_view": "padded"},
-        {"head_dim": 96, "v_head_dim": 96},
+        {"head_dim": 104, "v_head_dim": 104},
+        {"head_dim": 96, "v_head_dim": 80},
+        {"head_dim": 48, "v_head_dim": 48},
         {"q_view": "misaligned"},
         {"scale": -0.1},
         {"k_cache": torch.zeros(960, 1, 129, dtype=torch.bfloat16)[..., :128]},
@@ -238,6 +247,7 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
     ("head_dim", "v_head_dim", "form"),
     [
         *((*dims, form) for dims in DIMS for form in (["plain", *LITTLE] if CI_ALL else LITTLE[2:3])),
+        *((*dims, form) for dims in BETWEEN for form in (["plain", *LITTLE, "e4m3"] if CI_ALL else [])),
         *((dim, dim, form) for dim in (64, 128, 256) for form in (FP8 if CI_ALL else ("e4m3",))),
     ],
 )

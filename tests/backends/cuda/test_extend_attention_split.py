@@ -32,6 +32,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "absent": {"values": "skip", "index": "i64", "cache": "paged", "cache_view": "padded"},
     "not-causal": {"causal": False},
     "cap": {"logit_cap": 3.0, "loud": 4.0},
+    "window": {"sliding_window": 1200},
+    "window-absent": {"sliding_window": 1100, "values": "skip", "index": "i64", "cache": "paged"},
+    "window-tiles": {"sliding_window": 1023, "longest": 90, "bs": 2, "dtype": "fp16", "lse": False},
+    "window-of-all": {"sliding_window": 2**40},
+    "window-one-long": {"sliding_window": 1000, "bs": 40, "longest": 3, "lengths": "skewed", "slots": 60000},
+    "window-edge": {"sliding_window": 1100, "values": "edge", "indptr_values": "edge"},
     "one-long": {"bs": 40, "longest": 3, "lengths": "skewed", "prefix": 900, "slots": 40000, "spare": 3},
     "fewer-keys": {"prefix": -5, "longest": 90, "bs": 40, "slots": 4000},
     "edge": {"values": "edge", "indptr_values": "edge"},
@@ -69,14 +75,16 @@ def test_what_is_split() -> None:
     assert started(made(longest=90)) == whole  # half as many tiles as run at once, on a device of 16
     assert started(made(bs=8, prefix=500)) == whole  # as many requests
     assert started(made(prefix=600)) == whole
-    assert started(made(sliding_window=100)) == whole
+    assert started(made(sliding_window=100)) == started(made(sliding_window=1200, causal=False)) == whole
+    assert started(made(sliding_window=1200)) == split
     assert started(made(q_heads=32, kv_heads=16)) == whole
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("form", "dims"), [
     *((form, (128, 128)) for form in FORMS),
-    *((form, dims) for form in ("plain", "absent", "cap") for dims in DIMS if dims != (128, 128)),
+    *((form, dims) for form in ("plain", "absent", "cap", "window") for dims in DIMS if dims != (128, 128)),
+    *((form, (dim, dim)) for form in ("plain", "window") for dim in (80, 96, 112)),
     *((form, dims) for form in FP8 for dims in DIMS[:2]),
 ], ids=str)  # fmt: skip
 def test_right(form: str, dims: tuple[int, int]) -> None:

@@ -78,6 +78,21 @@ APART: dict[str, dict[str, Any]] = {
     "absent": {"head_dim": 128, "values": "skip", "spare": 3, "lengths": "full"},
     "not-causal": {"head_dim": 128, "causal": False},
     "cap": {"head_dim": 128, "logit_cap": 3.0, "loud": 4.0},
+    "window": {"head_dim": 128, "sliding_window": 700},
+    "window-of-few": {"head_dim": 64, "sliding_window": 60, "bs": 9},
+    "window-of-one": {"head_dim": 128, "sliding_window": 0},
+    "window-of-all": {"head_dim": 128, "sliding_window": 2**40, "index": "i64"},
+    "window-absent": {"head_dim": 256, "sliding_window": 300, "values": "skip", "q_heads": 4},
+    "window-fewer-keys": {"head_dim": 128, "sliding_window": 3, "prefix": -3, "bs": 40, "slots": 4000},
+    "window-many-requests": {"head_dim": 64, "sliding_window": 300, "bs": 300, "prefix": 90, "slots": 30000},
+    "window-edge": {
+        "head_dim": 128,
+        "sliding_window": 30,
+        "bs": 9,
+        "values": "edge",
+        "indptr_values": "edge",
+        "prefix": 40,
+    },
     "one-long": {"head_dim": 128, "bs": 40, "longest": 30, "lengths": "skewed", "prefix": 900, "slots": 40000},
     "no-prefix": {"head_dim": 128, "prefix": 0},
     "fewer-keys": {"head_dim": 128, "prefix": -3, "bs": 40, "slots": 4000},
@@ -143,8 +158,10 @@ def test_over_fp8_by_how_many_tokens_a_request_has() -> None:
     lanes, hopper = ["decode_attention_lanes_kernel", "merge_kernel"], ["extend_attention_hopper_kernel"]
     assert names() == names(longest=8) == lanes
     assert names(longest=9, bs=8) == names(longest=5, bs=8, q_heads=16) == hopper
+    assert names(sliding_window=700) == lanes
+    assert names(sliding_window=70) == lanes[:1]
     assert names(bs=1100, longest=8, prefix=9, slots=20000) == lanes[:1]
-    assert names(q_heads=18)[0] == names(sliding_window=70, bs=8)[0] == "extend_attention_hopper_kernel"
+    assert names(q_heads=18)[0] == names(sliding_window=70, causal=False)[0] == "extend_attention_hopper_kernel"
     for form in APART.values():
         args = apart(**form)
         assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"

@@ -43,13 +43,16 @@ def ranges(indptr: list[int], n: int) -> list[tuple[int, int]]:
 
 @launch.jit(do_not_specialize=())
 def ask(
-    qo, kv, to, part_lse, n: tl.int32, nnz: tl.int64, bs: tl.int32, programs: tl.int32, SHORTEST: tl.constexpr,
+    qo, kv, to, part_lse, n: tl.int32, nnz: tl.int64, bs: tl.int32, programs: tl.int32, window: tl.int32,
+    SHORTEST: tl.constexpr,
     TOKENS: tl.constexpr, CAUSAL: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0)
     each = tl.arange(0, BLOCK)
-    chunk, request, before, falls, every = find(qo, kv, each, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS)
+    chunk, request, before, falls, every = find(
+        qo, kv, each, c, n, nnz, bs, programs, SHORTEST, 0, WHOLE, TOKENS, window, WINDOW
+    )
     note_none(qo, part_lse, falls, c, n, bs, programs, LINES)
     to += 12 * c
     tl.store(to, request)
@@ -57,7 +60,9 @@ def ask(
     tl.store(to + 11, idle(qo, few, each, c, n, bs, programs, TOKENS).to(tl.int32))
     tl.store(to + 10, every)
     if request < bs:
-        tile, begin, low, high, sees = part_of(qo, kv, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, 64)
+        tile, begin, low, high, sees = part_of(
+            qo, kv, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, 64, window, WINDOW
+        )
         note(part_lse, tl.arange(0, 16), tile, c, falls, n, programs, LINES)
         for i in tl.static_range(5):
             tl.store(to + 1 + i, tile[i])
@@ -68,17 +73,25 @@ def ask(
 
 
 def asked(
-    order: list[int], keys: list[int], programs: int, tokens: int, causal: bool, block: int, whole: int = 0
+    order: list[int],
+    keys: list[int],
+    programs: int,
+    tokens: int,
+    causal: bool,
+    block: int,
+    whole: int = 0,
+    window: int = -1,
 ) -> tuple[list[list[int]], torch.Tensor]:
     """(what each program finds: its request and, if there is one, nine numbers, and how many parts there are; notes) of
-    `find`, `part_of`, `note`. `whole`: keys that a request may have and not be split."""
+    `find`, `part_of`, `note`. `whole`: keys that a request may have and not be split; `window`: -1 for none."""
     qo, kv = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (order, keys))
     grid = N + (programs if programs > 1 else 0)
     found = torch.full((grid, 12), -7, dtype=torch.int32, device="cpu")
     lines = HEADS * tokens
     behind = torch.full(((N + programs) * lines + 4 * N + 1,), torch.nan, dtype=torch.float32, device="cpu")
     form = {"SHORTEST": 64, "TOKENS": tokens, "CAUSAL": causal, "LINES": lines, "BLOCK": block, "WHOLE": whole}
-    ask.bind(**form).start((grid, 1, 1), qo, kv.int(), found, behind, N, NNZ, len(qo) - 1, programs)
+    form["WINDOW"] = window >= 0
+    ask.bind(**form).start((grid, 1, 1), qo, kv.int(), found, behind, N, NNZ, len(qo) - 1, programs, window)
     noted = behind[(N + programs) * lines :]
     assert bool(behind[: (N + programs) * lines].isnan().all())
     assert bool(noted[-1].isnan())
@@ -86,17 +99,23 @@ def asked(
 
 
 @pytest.mark.parametrize(
-    ("causal", "tokens", "programs", "block"),
-    [(True, 1, 11, 32), (True, 4, 11, 4), (True, 3, 11, 32), (False, 4, 11, 32), (True, 4, 1, 32), (False, 1, 1, 4)],
+    ("causal", "tokens", "programs", "block", "window"),
+    [
+        *((True, 1, 11, 32, -1), (True, 4, 11, 4, -1), (True, 3, 11, 32, -1), (False, 4, 11, 32, -1)),
+        *((True, 4, 1, 32, -1), (False, 1, 1, 4, -1)),
+        *((True, 1, 11, 32, 900), (True, 4, 11, 4, 900), (True, 3, 11, 32, 0), (True, 4, 1, 32, 70)),
+        (True, 4, 11, 32, 2**30),
+    ],
 )
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_programs_find_every_key_of_every_token(
-    order: list[int], causal: bool, tokens: int, programs: int, block: int
+    order: list[int], causal: bool, tokens: int, programs: int, block: int, window: int
 ) -> None:
-    """Once, in tiles of a request that has them; that of who leads is noted for the launch that merges."""
+    """Once, in tiles of a request that has them, from the first that one of them sees in a window; that of who leads is
+    noted for the launch that merges."""
     bs = len(order) - 1
     kv_indptr = [(700 * i * i) % 4800 - 300 for i in range(bs + 1)]
-    found, noted = asked(order, kv_indptr, programs, tokens, causal, block)
+    found, noted = asked(order, kv_indptr, programs, tokens, causal, block, window=window)
     news, lists = ranges(order, N), ranges(kv_indptr, NNZ)
     falls = any(b < a for a, b in news)
     keys: dict[int, list[tuple[int, int, int]]] = {}
@@ -113,7 +132,9 @@ def test_programs_find_every_key_of_every_token(
         assert sees == (every - (stop - token) + 1 if causal else every)
         last = max(sees + rows - 1, 0) if causal else every
         assert 0 <= part < parts
-        assert low % 64 == 0
+        lowest = max(sees - 1 - window, 0) if window >= 0 else 0
+        assert low >= lowest
+        assert (low - lowest) % 64 == 0
         assert high <= last
         for t in range(token, token + rows):
             assert request == next(i for i, (a, b) in enumerate(news) if a <= t < b)
@@ -122,7 +143,7 @@ def test_programs_find_every_key_of_every_token(
                 assert high == last or low >= last
             if part:
                 before = next(x for x in found[:c] if (x[0], x[1], x[4]) == (request, token, part - 1))
-                assert low == before[7] + (found[c][7] // part if part else 0)
+                assert low == before[7] + (low - lowest) // part
                 assert before[8] == min(low, last)
     owned = {t for t in range(N) if any(a <= t < b for a, b in news)}
     assert set(keys) == owned
@@ -134,7 +155,9 @@ def test_programs_find_every_key_of_every_token(
         assert bool(noted.isnan().all())
         assert all(len(mine) == 1 for mine in keys.values())
         return
-    if len(owned) > 4 and not falls:
+    if window == 900 and not falls:
+        assert max(parts for _, _, _, _, _, parts, *_ in found) <= max(1, -(-(900 + tokens) // 64))
+    if len(owned) > 4 and not falls and not 0 <= window < 64:
         assert any(len(mine) > 1 for mine in keys.values())
     for t in range(N):
         parts, line, apart, behind = noted[t].view(torch.int32).tolist()
