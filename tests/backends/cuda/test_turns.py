@@ -120,7 +120,7 @@ def tiles_of(batch: list[tuple[int, int]], causal: bool = True, window: int = -1
         for t in range(0, new, TOKENS):
             rows = min(TOKENS, new - t)
             lowest = keys - new + t
-            low = max(lowest - window, 0) // N * N if window >= 0 else 0
+            low = max(lowest - window, 0) if window >= 0 else 0
             high = min(keys, max(lowest + rows, 0)) if causal else keys
             for head in range(BLOCKS):
                 tiles.append([token + t, rows, head * GROUP, GROUP, lowest, low, high, begin, head, -1])
