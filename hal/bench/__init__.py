@@ -71,6 +71,7 @@ def main(
     plot: str | None = None,
     save: str | None = None,
     quick: bool = False,
+    models: bool = False,
 ) -> int:
     """Runs the tables of a device and shows them.
 
@@ -83,6 +84,7 @@ def main(
         plot: a file for the picture, as of `hal.bench.plot.draw`.
         save: a folder for the run's JSON, named by device, tables, date and commit.
         quick: few rounds and sizes, to see that everything runs: no numbers to quote.
+        models: other tables, of attention as real models have it, on a GPU.
 
     Stopped by Ctrl-C or SIGTERM (which ``timeout`` sends), it shows and keeps the tables that are done, and the rows of
     the one that is not.
@@ -95,23 +97,25 @@ def main(
         HalError: no such table or device, the device's backend is not ready, or what `plot` asks for can't be drawn.
     """
     with data_output() if json else nullcontext(sys.stdout) as out:
-        return _main(names, device, json, plot, save, quick, out)
+        return _main(names, device, json, plot, save, quick, models, out)
 
 
 def _main(
-    names: Sequence[str], device: str, json: bool, plot: str | None, save: str | None, quick: bool, out: TextIO
-) -> int:
+    names: Sequence[str], device: str, json: bool, plot: str | None, save: str | None, quick: bool, models: bool,
+    out: TextIO,
+) -> int:  # fmt: skip
     from hal.bench import report
     from hal.bench.plot import check_plot, draw
 
     check_backend(device)
-    tables = tables_of(device)
+    tables = tables_of_models(device) if models else tables_of(device)
     for name in names:
         if name not in tables:
             hint = (
                 "; --json prints: to keep the run, `--json > FILE` or --save FOLDER" if name.endswith(".json") else ""
             )
-            raise HalError(f"hal: bench: no table {name!r} for {device}; there are {', '.join(tables)}{hint}")
+            of = " of models" if models else ""
+            raise HalError(f"hal: bench: no table{of} {name!r} for {device}; there are {', '.join(tables)}{hint}")
     if plot:
         check_plot(kind_of(device), names, Path(plot))
     with _progress.show(quiet=json) as bar, _stopped_by_sigterm():
@@ -123,7 +127,7 @@ def _main(
     if save:
         about = run["machine"]
         which = "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-more"
-        which = which or "all"
+        which = "models-" * models + (which or "all")
         file = Path(save, f"{device}-{which}-{about['date'][:10]}-{about['commit'][:8] or 'nogit'}.json")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_json.dumps(run, indent=1) + "\n")
@@ -189,6 +193,14 @@ def tables_of(device: str) -> Tables:
     for module in modules:
         found |= importlib.import_module(f"hal.bench.{module}").TABLES
     return found
+
+
+def tables_of_models(device: str) -> Tables:
+    """Those of attention as real models have it."""
+    if kind_of(device) != "cuda":
+        raise HalError(f"hal: bench: models: device {device!r}: expected cuda: these tables are a GPU's")
+    tables: Tables = importlib.import_module("hal.bench.cuda.models").TABLES
+    return tables
 
 
 def kind_of(device: str) -> str:

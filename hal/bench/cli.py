@@ -65,6 +65,22 @@ def tables(
 
 
 @app.command()
+def models(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="OP", help="decode_attention, extend_attention; none: both.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or one of several: cuda:1.")] = "cuda",
+    as_json: AsJson = False,
+    save: Annotated[Path | None, typer.Option(help="A folder for the run's JSON.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few rounds, to see that it runs: no numbers to quote.")] = False,
+) -> None:
+    """Attention as real models have it, on a GPU: their heads, sliding windows and caps, beside FA3 and FlashInfer."""
+    if save is not None:
+        check_folder("bench", "--save", save)
+    _leave("hal.bench", "main", names or (), device, as_json, None, save and str(save), quick, True)
+
+
+@app.command()
 def draw(
     run: Annotated[Path, typer.Argument(help="A run's JSON, as --save writes it.")],
     file: Annotated[Path, typer.Argument(help="The picture: .png, .pdf or .svg.")],

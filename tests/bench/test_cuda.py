@@ -50,7 +50,6 @@ def test_every_op_has_a_table(tables: Tables) -> None:
             "mla_decode_attention",
             "mla_extend_attention",
             "extend_attention_hopper",
-            "attention_of_models",
             "decode_by_block_table",
             "hicache",
         ),
@@ -164,8 +163,13 @@ def test_vllms_fa3_is_a_peer_over_fp8_judged_by_the_norm(tables: Tables, monkeyp
 
 def test_models_have_their_windows_and_caps(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of decode and of a prompt, in bf16 and over e4m3, by both; what sees other keys than it should is wrong."""
+
+    def made() -> list[bench.Row]:
+        both = (table(False) for table in bench.tables_of_models("cuda").values())
+        return [row for pair in zip(*both, strict=True) for row in pair]
+
     monkeypatch.setattr("hal.bench.peers.vllm_fa3", VllmFa3)
-    rows = tables["attention_of_models"](False)
+    rows = made()
     assert [(row["model"], row.get("window"), row.get("cap")) for row in rows[:4]] == [
         *[("of windows", 6, None)] * 2,
         *[("of caps", None, 0.5)] * 2,
@@ -180,7 +184,7 @@ def test_models_have_their_windows_and_caps(tables: Tables, monkeypatch: pytest.
     )
     for ignores, wrong in (("window", "of windows"), ("cap", "of caps")):
         monkeypatch.setattr("hal.bench.peers.vllm_fa3", lambda ignores=ignores: VllmFa3(ignores=ignores))
-        for row in tables["attention_of_models"](False)[:4]:
+        for row in made()[:4]:
             failed = row.get("failed", {}).get("vllm fa3", "")
             assert ("outside the bound" in failed) == (row["model"] == wrong)
 

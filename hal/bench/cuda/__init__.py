@@ -5,15 +5,4 @@ Each module has the tables of a family of ops: `TABLES`, table -> what makes its
 
 from __future__ import annotations
 
-MODULES = (
-    "launch",
-    "bookkeeping",
-    "kv_write",
-    "rope",
-    "kv_copy",
-    "hicache",
-    "attention",
-    "models",
-    "mla",
-    "block_table",
-)
+MODULES = ("launch", "bookkeeping", "kv_write", "rope", "kv_copy", "hicache", "attention", "mla", "block_table")

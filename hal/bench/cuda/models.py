@@ -1,11 +1,11 @@
-"""The table of attention as real models have it: their heads, their sliding windows and caps, decode and prompts.
+"""The tables of attention as real models have it: their heads, their sliding windows and caps, decode and prompts.
 
 A model that several GPUs share has its heads over their number there. Beside FA3 and FlashInfer, as in `attention.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,13 +62,9 @@ EXTEND = ((1, 2048, 2048), (4, 512, 2560), (16, 300, 1000), (8, 4, 4096))
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
-def attention_of_models(quick: bool = False) -> list[Row]:
-    """Rows: a model's decode, then its prompts; in bf16, then over e4m3."""
-    points = [("decode_attention", bs, 1, keys) for bs, keys in DECODE]
-    points += [("extend_attention", *case) for case in EXTEND]
-    points, models, caches, rounds = (
-        (points[::5], MODELS[-2:-1], CACHES[:1], 3) if quick else (points, MODELS, CACHES, 9)
-    )
+def _rows(op: str, points: Sequence[tuple[int, int, int]], quick: bool) -> list[Row]:
+    """Of a batch, new tokens each and keys each, of all models in bf16, then over e4m3."""
+    models, caches, rounds = (MODELS[-2:-1], CACHES[:1], 3) if quick else (MODELS, CACHES, 9)
     return table_of(
         partial(
             attention.attention_row, op=op, bs=bs, new=new, keys=keys, rounds=rounds, heads=model.heads, cache=cache,
@@ -76,8 +72,19 @@ def attention_of_models(quick: bool = False) -> list[Row]:
         )
         for cache in caches
         for model in models
-        for op, bs, new, keys in points
+        for bs, new, keys in points[: 1 if quick else None]
     )  # fmt: skip
 
 
-TABLES: dict[str, Callable[[bool], list[Row]]] = {"attention_of_models": attention_of_models}
+def decode_attention(quick: bool = False) -> list[Row]:
+    return _rows("decode_attention", [(bs, 1, keys) for bs, keys in DECODE], quick)
+
+
+def extend_attention(quick: bool = False) -> list[Row]:
+    return _rows("extend_attention", EXTEND, quick)
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {
+    "decode_attention": decode_attention,
+    "extend_attention": extend_attention,
+}
