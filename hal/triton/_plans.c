@@ -3,7 +3,7 @@
    A plan is found by the words that _call.c reads off a call; pointers, first sizes and floats go where the plan says.
    Whatever is not known, or not as before, is for `slow`, with the call as it was read. */
 
-enum { STEPS = 10, NUMBERS = 96, RANGES = 3, BUCKETS = 256, PLANS = 4096 };
+enum { STEPS = 16, NUMBERS = 96, RANGES = 3, BUCKETS = 256, PLANS = 4096 };
 
 typedef struct { int op; int64_t a, b; } Number;       /* a constant, a length, or of two numbers before it */
 typedef struct { char kind; int at; uint32_t key; Value value; } Source;   /* a constant, arg, number, scratch */

@@ -41,6 +41,8 @@ ANY = 2**62
 """More than any length: of a range that has no end."""
 LIMIT = 4096
 """Kinds of calls that are remembered of an op, forgotten all at once."""
+STEPS = 16
+"""Launches that a plan has at most: ``_plans.c`` has room for so many."""
 COUNTERS = 2048
 """fp32 zeros in front of each scratch, by which the programs of a launch count each other."""
 CAPTURES = 256
@@ -147,7 +149,7 @@ class Result(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call starts: at most ten launches, one after the other."""
+    """What a call starts: at most `STEPS` launches, one after the other."""
 
     steps: tuple[Step, ...]
     scratch: Size | None = None
@@ -197,6 +199,8 @@ class plans(dict[Any, Plan]):
         new = plan is None
         if plan is None:
             plan = self.make(*args)
+            if len(plan.steps) > STEPS:
+                raise ValueError(f"a plan of at most {STEPS} launches was expected, not of {len(plan.steps)}")
         if isinstance(plan.returns, Result):
             like = given[plan.returns.like]
             shape = like.shape if plan.returns.last < 0 else (*like.shape[:-1], plan.returns.last)
@@ -217,10 +221,13 @@ class plans(dict[Any, Plan]):
 
         started: list[tuple[Any, ...]] = []
         others: list[tuple[Any, ...]] = []
+        reached = False
         for step in plan.steps:
             within = all(low < lengths[name] <= high for name, low, high in step.where)
-            (started if within else others).append((step.run, step.grid.value(lengths), tuple(map(value, step.args))))
-        if new and started:
+            reached |= within
+            programs = step.grid.value(lengths)
+            (started if within and programs else others).append((step.run, programs, tuple(map(value, step.args))))
+        if new and reached:
             # All at once: a request must not wait for the compiler because more tokens came.
             for run, _, each in others:
                 run.prepare(*each)
@@ -228,8 +235,7 @@ class plans(dict[Any, Plan]):
                 self.clear()
             self[key] = plan
         for run, programs, each in started:
-            if programs:
-                run.start((programs, 1, 1), *each)
+            run.start((programs, 1, 1), *each)
         if call is not None and launch.lane() == "device" and all(step.run.native is not None for step in plan.steps):
             self._teach(plan, call)
         return given.get(RESULT if isinstance(plan.returns, Result) else plan.returns or "")

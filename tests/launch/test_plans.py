@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from triton import knobs
 from hal.backends.cuda import _device
 from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
-from hal.triton.plans import COUNTERS, MOST, Plan, Scratch, Size, Step, key_of, length, plans
+from hal.triton.plans import COUNTERS, MOST, STEPS, Plan, Scratch, Size, Step, key_of, length, plans
 
 __all__ = ["helper"]
 
@@ -81,6 +82,17 @@ class Rig:
         self.driver.count = {7: 6, 8: 3}
         self.plans.start(a, b, scale, mode)
         return [(f, c[:3]) for f, c, _ in self.driver.started]
+
+
+def changed(rig: Rig, change: Callable[[tuple[Step, ...]], tuple[Step, ...]]) -> None:
+    """Has the op start other steps from now on."""
+    make = rig.plans.make
+
+    def changed(*args: Any) -> Plan:
+        plan = make(*args)
+        return plan._replace(steps=change(plan.steps))
+
+    rig.plans.make = changed
 
 
 @pytest.fixture
@@ -153,6 +165,28 @@ def test_a_launch_that_is_not_due_is_made_ready_and_not_started(rig: Rig) -> Non
     assert rig(A, few) == [(7, (5, 1, 1))]
     assert rig(A, B) == WARM
     assert len(rig.made) == 1
+
+
+def test_a_launch_of_no_programs_is_made_ready_too(rig: Rig) -> None:
+    """Else the first call that has some waits for the compiler."""
+    changed(rig, lambda steps: (steps[0], steps[1]._replace(grid=length("b") + -128)))
+    rig(A, B)
+    assert [name for name, *_ in rig.slow] == ["first"]
+    assert [name for name, *_ in rig.prepared] == ["second"]
+    assert rig(A, B) == [(7, (9, 1, 1))]
+    assert rig(A, BASE[256:448]) == [(7, (13, 1, 1)), (8, (64, 1, 1))]
+    assert len(rig.slow) == 1
+
+
+def test_a_plan_has_as_many_launches_as_c_has_room_for(rig: Rig) -> None:
+    changed(rig, lambda steps: steps[1:] * STEPS)
+    rig(A, B)
+    assert rig(A, B) == WARM[1:] * STEPS
+    assert len(rig.made) == rig.by_python == 1
+    rig.plans.clear()
+    changed(rig, lambda steps: (*steps, steps[0]))
+    with pytest.raises(ValueError, match=r"at most 16 launches was expected, not of 17"):
+        rig(A, B)
 
 
 def test_nothing_is_started_in_part(rig: Rig) -> None:
