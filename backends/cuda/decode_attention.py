@@ -25,7 +25,7 @@ from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
 from hal.backends.cuda._shares import find_uneven
 from hal.backends.cuda._shares import keys_of as share_of
-from hal.backends.cuda._split import find, keys_of, note
+from hal.backends.cuda._split import find, find_one, keys_of, note
 from hal.kv.view import copy_unit, fuse_pages, page_size
 from hal.ops.spec import FP8
 from hal.triton import launch
@@ -86,6 +86,11 @@ AT_ONCE = 16384
 """Elements of parts that who merges them reads at once: what registers are for."""
 TOGETHER = 32768
 """Elements of parts that one program merges into one; of more, several do, and one merges theirs."""
+APART = {128: (32, 2048), 256: (8, 512)}
+"""The longer head_dim -> of few requests, that may have so many parts each, and of more than so many listed keys, what
+is left is merged sooner by another launch, which has a program for each head."""
+WIDE_APART = 1024
+"""Elements of all heads of a part, from which on that is so."""
 LANES = {64: (32, 8), 128: (32, 4), 256: (16, 4)}
 """The longer head_dim -> a warp's keys of a tile and programs a multiprocessor, of the kernel that loads into lanes."""
 
@@ -129,7 +134,9 @@ def decode_attention_kernel(
             )
         one = (request < bs) & (share == 0)
     else:
-        if bs <= FEW:
+        if bs == 1:
+            keys, request, before, c = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW)
+        elif bs <= FEW:
             keys, request, before, c = find(
                 kv_indptr, tl.arange(0, FEW), c, nnz, bs, programs, window, SHORTEST, FEW_PARTS, WINDOW
             )
@@ -306,9 +313,10 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
 
 
 def _forms(
-    run: launch.Launch, programs: int, blocks: int, q: Tensor, k_cache: Tensor, v_cache: Tensor
+    run: launch.Launch, programs: int, blocks: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int
 ) -> Iterator[tuple[launch.Launch, int, tuple[tuple[str, int, int], ...]]]:
-    """(what is started, how many programs requests are split for, of which lengths of arguments)."""
+    """(what is started, how many programs requests are split for, of which lengths of arguments). `window`: how many
+    keys a request sees at most."""
     # Split for one program alone, each request is one part, and there is nothing to merge.
     yield run, 1, (("kv_indices", -1, WHOLE),)
     several = ("kv_indices", WHOLE, 2**31)
@@ -319,7 +327,16 @@ def _forms(
         return
     uneven = run.kernel.bind(**{**run.static, "ENOUGH": deep.enough, **deep.options})
     few = min(programs * 5 // 8, at_once)
-    yield run, programs, (several, ("q", -1, few))
+    parts, keys = APART.get(max(q.shape[2], v_cache.shape[-1]), (0, 0))
+    most = 0
+    if parts and window > keys and run.static["HEADS"] * run.static["DV_PAD"] >= WIDE_APART:
+        most = min(programs // parts, few)
+        apart = run.kernel.bind(**{**run.static, "TOGETHER": 0})
+        for low, high, listed in ((0, 1, keys), (1, most, keys * max(2, most // 2))):
+            if low < min(high, most):
+                yield run, programs, (("kv_indices", WHOLE, listed), ("q", low, high))
+                yield apart, programs, (("kv_indices", listed, 2**31), ("q", low, high))
+    yield run, programs, (several, ("q", most or -1, few))
     for low, high in pairwise((few, at_once, 2 * at_once, MOST_WAVES * at_once)):
         short = max(WHOLE, SHORT * low)
         yield run, programs, (("kv_indices", WHOLE, short), ("q", low, high))
@@ -345,7 +362,7 @@ def _plans(
     run, blocks, programs, strides = _plan(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
-    forms = tuple(_forms(run, programs, blocks, q, k_cache, v_cache))
+    forms = tuple(_forms(run, programs, blocks, q, k_cache, v_cache, window + 1 if sliding_window >= 0 else 2**31))
     lines = length("q", times=q_heads) + max(each for _, each, _ in forms) * q_heads
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `note`
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
@@ -363,9 +380,11 @@ def _plans(
             # what merges begins later, and gets in the way of fewer.
             requests = requests.at_most(parts * blocks)
         steps.append(Step(form, requests + parts * blocks, args, some))
-        if parts > 1 and not run.static.get("TOGETHER"):
-            merge = (part, sums, to, "lse", *row, length("q"), programs)
-            steps += _merge.steps(run, v_dim, merge, some, -1, MOST)
+        if parts > 1 and not form.static.get("TOGETHER"):
+            merge = (part, sums, to, "lse", *row, length("q"), parts)
+            _, least, most = next((each for each in some if each[0] == "q"), ("q", -1, MOST))
+            some = tuple(each for each in some if each[0] != "q")
+            steps += _merge.steps(form, v_dim, merge, some, least, most)
     return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
 
 

@@ -1,6 +1,7 @@
 """decode_attention's parts, merged in the launch that made them, by whoever counts that all are done, or by a second.
 
-Under TRITON_INTERPRET=1: merged in levels. On a CUDA device: counters of graphs, which nobody clears between replays.
+Under TRITON_INTERPRET=1: merged in levels, or by a second launch. On a CUDA device: counters of graphs, which nobody
+clears between replays. Which of both it is: by the launches that are recorded.
 """
 
 import os
@@ -8,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from launched import launched, same_in_graphs
 
+from hal._remote.target import DirectTarget
+from hal.conformance.execute import execute
 from hal.ops import get_spec
 from hal.ops.proofs.judge import right_any
 
@@ -20,6 +24,7 @@ import triton.language as tl
 from hal.backends.cuda._split import find, find_one
 
 CUDA = torch.cuda.is_available()
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LONG = {"bs": 3, "longest": 1500, "lengths": "full", "slots": 4800, "kv_heads": 2, "q_heads": 10, "dtype": "bf16"}
 
@@ -111,6 +116,69 @@ def test_merged_by_a_second_launch(module: Any, monkeypatch: pytest.MonkeyPatch,
     assert [(step.run.kernel.name, step.where[1]) for step in steps] == [("merge_kernel", each) for each in ranges]
     assert bool(right_any(result, wants["return"]).all())
     assert bool(right_any(args["lse"], wants["lse"]).all())
+
+
+WIDE = ((16, 1, 128), (64, 8, 128), (16, 2, 256), (8, 1, 256))
+"""Query heads, key heads and head_dim, whose parts one program would take long to merge."""
+
+
+def made(heads: tuple[int, int, int], bs: int, longest: int, **change: Any) -> dict[str, Any]:
+    q_heads, kv_heads, head_dim = heads
+    form = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": "bf16", "lengths": "full"}
+    return get_spec("decode_attention").make(**{**form, "bs": bs, "longest": longest, "slots": bs * longest, **change})
+
+
+@pytest.mark.skipif(CUDA and not HOPPER, reason="needs no GPU, or a Hopper GPU")
+def test_of_few_long_requests_wide_parts_are_merged_by_a_second_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cuda import decode_attention as module
+
+    monkeypatch.setattr(module, "_sms", lambda device: 132)
+
+    def merged(heads: tuple[int, int, int], bs: int, longest: int, **change: Any) -> bool:
+        args = made(heads, bs, longest, **change)
+        if CUDA:
+            args = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+        names = [run.kernel.name for run in launched("decode_attention", args)]
+        assert names[0] == "decode_attention_kernel"
+        assert names[1:] in ([], ["merge_kernel"])
+        return len(names) == 2
+
+    assert all(merged(heads, 1, 2100) for heads in WIDE)
+    assert not any(merged(heads, 1, 500) for heads in WIDE)
+    assert [merged((16, 1, 128), bs, 1500) for bs in (1, 2, 8, 9)] == [False, False, True, False]
+    assert [merged((16, 2, 256), bs, 600) for bs in (1, 2, 8, 9)] == [True, False, True, False]
+    assert [merged((64, 4, 128), bs, 3000) for bs in (1, 2, 3)] == [True, True, False]
+    assert not merged((64, 8, 128), 2, 3000)
+    assert not any(merged(heads, 1, 3000) for heads in ((32, 8, 128), (64, 8, 64), (16, 8, 256)))
+    assert not merged((16, 1, 128), 1, 3000, sliding_window=2047)
+    assert merged((16, 1, 128), 1, 3000, sliding_window=2048)
+
+
+@pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("change", [{"bs": 1}, {"bs": 3, "values": "skip"}, {"bs": 2, "sliding_window": 300}], ids=str)
+def test_right_where_parts_are_merged_so(module: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    few = {most: form._replace(per_sm=1, at_once=2) for most, form in module.DEEP.items()}
+    form = {"DEEP": few, "_sms": lambda device: 12, "TOGETHER": 3 * 8 * 128, "APART": {128: (2, 100)}, "WIDE_APART": 0}
+    for name, value in form.items():
+        monkeypatch.setattr(module, name, value)
+    args = get_spec("decode_attention").make(**{**LONG, "longest": 400, "head_dim": 128, **change})
+    wants = get_spec("decode_attention").oracle(args)
+    assert [run.kernel.name for run in launched("decode_attention", args)][1:] == ["merge_kernel"]
+    result = module.decode_attention(**args)
+    assert bool(right_any(result, wants["return"]).all())
+    assert bool(right_any(args["lse"], wants["lse"]).all())
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("heads", WIDE, ids=str)
+@pytest.mark.parametrize("change", [{}, {"bs": 5, "longest": 6000, "lengths": "ragged", "logit_cap": 5.0}], ids=str)
+def test_right_and_the_same_in_graphs(heads: tuple[int, int, int], change: dict[str, Any]) -> None:
+    from hal.backends.cuda import decode_attention as module
+
+    args = made(heads, **{"bs": 1, "longest": 5000, **change})
+    spec = get_spec("decode_attention")
+    execute(spec, args, DirectTarget.of(spec.name, module.decode_attention, "cuda"))
+    same_in_graphs(module.decode_attention, args)
 
 
 @pytest.mark.skipif(not INTERPRETED or CUDA, reason="needs TRITON_INTERPRET=1")
