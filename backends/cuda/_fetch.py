@@ -29,10 +29,20 @@ power = gluon.jit(_attention.power.fn)
 
 
 @gluon.jit
+def behind(r, ahead, HEADS: gl.constexpr):
+    """Rows of a tile, counted from its first token's first, of whose HEADS those `ahead` are the tile's before."""
+    if 2 * ROWS % HEADS:
+        r += ahead
+    return r
+
+
+@gluon.jit
 def query(r, tile, HEADS: gl.constexpr):
     """(token of q, query head, whether there is such a one) of rows of a tile."""
-    token, tokens, head, heads = tile
-    return (token + r // HEADS).to(gl.int64), head + r % HEADS, (r // HEADS < tokens) & (r % HEADS < heads)
+    token, rows, head, ahead = tile
+    asked = r < rows
+    r = behind(r, ahead, HEADS)
+    return (token + r // HEADS).to(gl.int64), head + r % HEADS, asked
 
 
 @gluon.constexpr_function
@@ -354,7 +364,7 @@ def fetch(
     free = 1
     done = 0
     if not SPLIT:
-        found = survey(batch, split[1], TOKENS, BLOCK, FEW, LONG_FIRST)
+        found = survey(batch, split[1], HEADS, 2 * ROWS, BLOCK, FEW, LONG_FIRST)
     while item < items:
         if SPLIT:
             items, tile, lowest, low, high, begin, kv_head, line = find_part(
@@ -363,8 +373,8 @@ def fetch(
             some = tile[1] > 0
         else:
             items, tile, lowest, low, high, begin, kv_head, line = find(
-                item, batch, found, window, Q_HEADS, GROUP, BLOCKS, HEADS, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW,
-                LONG_FIRST,
+                item, batch, found, window, Q_HEADS, GROUP, BLOCKS, HEADS, 2 * ROWS, N, CAUSAL, WINDOW, BLOCK, FEW,
+                ROW, LONG_FIRST,
             )  # fmt: skip
             some = item < items
         if some:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hal.backends.cuda._attention import LN2
-from hal.backends.cuda._fetch import ROWS, query
+from hal.backends.cuda._fetch import ROWS, behind, query
 from hal.backends.cuda._told import forget, tile_of
 
 SHIFT = gl.constexpr(15)
@@ -93,12 +93,16 @@ def leave_part(
         mbarrier.arrive(q_empty)
     _, head, asked = query(r, tile, HEADS)
     first = line.to(gl.int64) * LINES
-    gl.store(part_lse + (first + (r // HEADS * Q_HEADS + head)), _log_sums(top, total, unit, FP8), asked)
+    gl.store(
+        part_lse + (first + (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)),
+        _log_sums(top, total, unit, FP8),
+        asked,
+    )
     share = gl.convert_layout(v_factor / gl.where(total != 0.0, total, 1.0), gl.SliceLayout(1, SUMS))
     r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     _, head, asked = query(r, tile, HEADS)
     d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))[None, :]
-    at = (r // HEADS * Q_HEADS + head)[:, None] * WIDTH + d
+    at = (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)[:, None] * WIDTH + d
     some = asked[:, None]
     if acc.shape[1] > WIDTH:
         some = some & (d < WIDTH)
@@ -120,7 +124,7 @@ def merge_last(
         to: gl.constexpr = out.dtype.element_ty
         r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
         at, head, asked = query(r, tile, HEADS)
-        row = first * LINES + (r // HEADS * Q_HEADS + head)
+        row = first * LINES + (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)
         top = gl.full([ROWS], ABSENT, gl.float32, gl.SliceLayout(1, ROW))
         for c in range(0, parts, TOGETHER):
             for i in gl.static_range(TOGETHER):

@@ -24,7 +24,7 @@ def _get(turn, i: gl.constexpr):
 
 @gluon.jit
 def tell(turns, done, tile, lowest, low, high, line=None):
-    """The next tile after so many, to those who multiply; one of no tokens says that there is none."""
+    """The next tile after so many, to those who multiply; one of no rows says that there is none."""
     numbers, full, empty = turns
     mbarrier.wait(empty.index(done & 1), (done >> 1 & 1) ^ 1)
     mine = numbers.index(done & 1)
@@ -43,7 +43,7 @@ def tell(turns, done, tile, lowest, low, high, line=None):
 
 @gluon.jit
 def told(turns, done):
-    """(tokens, position of the first, entries from, entries to) of the next tile after so many."""
+    """(rows, position of the first token, entries from, entries to) of the next tile after so many."""
     numbers, full, _ = turns
     mbarrier.wait(full.index(done & 1), done >> 1 & 1)
     mine = numbers.index(done & 1)
@@ -52,7 +52,8 @@ def told(turns, done):
 
 @gluon.jit
 def tile_of(turns, done):
-    """(first token, tokens, query head, heads) of that tile: read where it is needed, for want of registers."""
+    """(first token, rows, first query head, rows ahead of it: `behind`) of that tile: read where it is needed, for want
+    of registers."""
     numbers, _, _ = turns
     mine = numbers.index(done & 1)
     return _get(mine, 4), _get(mine, 0), _get(mine, 5), _get(mine, 6)

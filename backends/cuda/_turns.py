@@ -135,14 +135,14 @@ def unpacked(part):
 
 @gluon.constexpr_function
 def _most(BLOCK):
-    """Tiles that n tokens are fewer than, where those of BLOCK requests, whatever these are said to begin at, are
-    counted in int32 together with the requests."""
+    """Tiles that the rows of n tokens are fewer than, where those of BLOCK requests, whatever these are said to begin
+    at, are counted in int32 together with the requests."""
     return 2**29 // BLOCK**2
 
 
 @gluon.jit
-def _fit(n, bs, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
-    return (bs <= BLOCK) & (n // TOKENS < _most(BLOCK))
+def _fit(n, bs, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    return (bs <= BLOCK) & (n * HEADS // ROWS < _most(BLOCK))
 
 
 @gluon.jit
@@ -151,17 +151,19 @@ def _requests(first, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_of(qo_indptr, i, n, bs, TOKENS: gl.constexpr):
-    """How many each request has."""
-    return (lengths(qo_indptr, i, i < bs, n) + (TOKENS - 1)) // TOKENS
+def _tiles_of(qo_indptr, i, n, bs, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """How many each request has, of a block of heads. Of 2^31 rows there is no memory for the queries."""
+    return (lengths(qo_indptr, i, i < bs, n) * HEADS + (ROWS - 1)) // ROWS
 
 
 @gluon.jit
-def _survey_at_once(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr):
+def _survey_at_once(
+    batch, programs, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr
+):  # fmt: skip
     """As `survey`, of requests that `_fit` BLOCK."""
     qo_indptr, kv_indptr, n, nnz, bs = batch
     i = _requests(0, BLOCK)
-    many = _tiles_of(qo_indptr, i, n, bs, TOKENS)
+    many = _tiles_of(qo_indptr, i, n, bs, HEADS, ROWS)
     every = _count(many)
     early = every
     chunk = every * 0 + UNSPLIT
@@ -181,21 +183,24 @@ def _survey_at_once(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, 
 
 
 @gluon.jit
-def survey(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr, LONG_FIRST: gl.constexpr):
+def survey(
+    batch, programs, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
+    LONG_FIRST: gl.constexpr,
+):  # fmt: skip
     """Once for all tiles: (how many there are, from which of them on are those of long requests, or parts of them, how
     many keys a part has at most)."""
     n = batch[2]
     bs = batch[4]
-    if _fit(n, bs, TOKENS, FEW):
-        every, early, chunk = _survey_at_once(batch, programs, TOKENS, FEW, LONG_FIRST)
-    elif _fit(n, bs, TOKENS, BLOCK):
-        every, early, chunk = _survey_at_once(batch, programs, TOKENS, BLOCK, LONG_FIRST)
-    elif _fit(n, bs, TOKENS, 2 * BLOCK):
-        every, early, chunk = _survey_at_once(batch, programs, TOKENS, 2 * BLOCK, LONG_FIRST)
+    if _fit(n, bs, HEADS, ROWS, FEW):
+        every, early, chunk = _survey_at_once(batch, programs, HEADS, ROWS, FEW, LONG_FIRST)
+    elif _fit(n, bs, HEADS, ROWS, BLOCK):
+        every, early, chunk = _survey_at_once(batch, programs, HEADS, ROWS, BLOCK, LONG_FIRST)
+    elif _fit(n, bs, HEADS, ROWS, 2 * BLOCK):
+        every, early, chunk = _survey_at_once(batch, programs, HEADS, ROWS, 2 * BLOCK, LONG_FIRST)
     else:
         total = n * 0
         for b in range(0, bs, 2 * BLOCK):
-            total += gl.sum(_tiles_of(batch[0], _requests(b, 2 * BLOCK), n, bs, TOKENS).to(gl.int64))
+            total += gl.sum(_tiles_of(batch[0], _requests(b, 2 * BLOCK), n, bs, HEADS, ROWS).to(gl.int64))
         every = _uniform(gl.minimum(total, MOST_ITEMS).to(gl.int32))
         early = every
         chunk = every * 0 + UNSPLIT
@@ -203,14 +208,16 @@ def survey(batch, programs, TOKENS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.c
 
 
 @gluon.jit
-def _find_at_once(c, batch, found, TOKENS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr):
+def _find_at_once(
+    c, batch, found, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, LONG_FIRST: gl.constexpr
+):  # fmt: skip
     """As `_find`, of requests that `_fit` BLOCK."""
     qo_indptr, kv_indptr, n, nnz, bs = batch
     every, early, chunk = found
     PAIR: gl.constexpr = 2 * BLOCK
     ONCE: gl.constexpr = BLOCK <= 32  # then to count takes less than to ask again
     i = _requests(0, BLOCK)
-    many = _tiles_of(qo_indptr, i, n, bs, TOKENS)
+    many = _tiles_of(qo_indptr, i, n, bs, HEADS, ROWS)
     if ONCE:
         first, news = _starts(qo_indptr, i, i < bs, n)
         begin, length = _starts(kv_indptr, i, i < bs, nnz)
@@ -255,7 +262,7 @@ def _starts(indptr, i, there, size):
 
 
 @gluon.jit
-def _find(c, batch, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
+def _find(c, batch, HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
     """Of tile c: (which of its request's tiles, or parts of them, it is, where the request's tokens start, how many,
     where its entries start, how many)."""
     n = batch[2]
@@ -263,7 +270,7 @@ def _find(c, batch, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
     request = c * 0
     for b in range(0, bs, BLOCK):
         i = _requests(b, BLOCK)
-        many = _tiles_of(batch[0], i, n, bs, TOKENS).to(gl.int64)
+        many = _tiles_of(batch[0], i, n, bs, HEADS, ROWS).to(gl.int64)
         # Those before the one that is looked for, if all up to here are.
         before = (gl.associative_scan(many, 0, _add) <= c) & (i < bs) & (request == b)
         request += gl.sum(before.to(gl.int32))
@@ -275,12 +282,12 @@ def _find(c, batch, TOKENS: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def find(
     item, batch, found, window, Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr,
-    TOKENS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
     FEW: gl.constexpr, ROW: gl.constexpr, LONG_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Of an item, where `survey` found so much: (how many there are, (first token, tokens, query head, heads), position
-    of the first token, entries from, entries to, where the request's entries start, key head, the part of a tile that
-    it is: `unpacked`, or -1)."""
+    """Of an item, where `survey` found so much: (how many there are, (first token, rows, first query head, as many of
+    that token's rows as are the tile's before), position of the first token, entries from, entries to, where the
+    request's entries start, key head, the part of a tile that it is: `unpacked`, or -1)."""
     n = batch[2]
     nnz = batch[3]
     bs = batch[4]
@@ -288,25 +295,31 @@ def find(
     KV_HEADS: gl.constexpr = Q_HEADS // GROUP
     items, block, turn = _place(item, every, nnz, bs, KV_HEADS, BLOCKS, ROW)
     c = every - 1 - turn
-    if _fit(n, bs, TOKENS, FEW):
-        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, FEW, LONG_FIRST)
-    elif _fit(n, bs, TOKENS, BLOCK):
-        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, BLOCK, LONG_FIRST)
-    elif _fit(n, bs, TOKENS, 2 * BLOCK):
-        nth, first, news, begin, length = _find_at_once(c, batch, found, TOKENS, 2 * BLOCK, LONG_FIRST)
+    if _fit(n, bs, HEADS, ROWS, FEW):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, HEADS, ROWS, FEW, LONG_FIRST)
+    elif _fit(n, bs, HEADS, ROWS, BLOCK):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, HEADS, ROWS, BLOCK, LONG_FIRST)
+    elif _fit(n, bs, HEADS, ROWS, 2 * BLOCK):
+        nth, first, news, begin, length = _find_at_once(c, batch, found, HEADS, ROWS, 2 * BLOCK, LONG_FIRST)
     else:
-        nth, first, news, begin, length = _find(c, batch, TOKENS, 2 * BLOCK)
+        nth, first, news, begin, length = _find(c, batch, HEADS, ROWS, 2 * BLOCK)
     part = item * 0 - 1
     if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
         if early < every:
             nth, part = _part_of(c - early, nth, length, chunk)
     length = gl.maximum(length, 0)
-    token = nth * TOKENS
+    kv_head = block // (BLOCKS * GROUP // Q_HEADS)
+    member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
+    row = nth * ROWS
+    rows = gl.minimum(news * HEADS - row, ROWS)
+    if GROUP > HEADS:  # then a tile is of one token
+        rows = gl.minimum(rows, GROUP - member)
+    token = row // HEADS
     lowest = length - news + token
     low = 0
     high = length
     if CAUSAL:
-        high = gl.minimum(length, gl.maximum(length - news + gl.minimum(token + TOKENS, news), 0))
+        high = gl.minimum(length, gl.maximum(length - news + (row + rows - 1) // HEADS + 1, 0))
     if WINDOW:
         low = gl.maximum(lowest - window, 0)
     if LONG_FIRST:  # noqa: SIM102, what is known when it is compiled stands alone
@@ -317,14 +330,7 @@ def find(
                 own = (gl.maximum(high - 1, 0) // parts + N) // N * N
                 low = mine * own
                 high = gl.minimum(low + own, high)
-    kv_head = block // (BLOCKS * GROUP // Q_HEADS)
-    member = block % (BLOCKS * GROUP // Q_HEADS) * HEADS
-    tile = (
-        first + token,
-        gl.minimum(news - token, TOKENS),
-        kv_head * GROUP + member,
-        gl.minimum(GROUP - member, HEADS),
-    )
+    tile = (first + token, rows, kv_head * GROUP + member, row - token * HEADS)
     return items, tile, lowest, low, high, begin, kv_head, part
 
 
@@ -368,5 +374,5 @@ def find_part(
         line = gl.where(tile[4] > 1, c, -1)
     kv_head = block // (BLOCKS // KV_HEADS)
     member = block % (BLOCKS // KV_HEADS) * HEADS
-    asked = (token, rows, kv_head * GROUP + member, gl.minimum(GROUP - member, HEADS))
+    asked = (token, rows * gl.minimum(GROUP - member, HEADS), kv_head * GROUP + member, 0)
     return every * BLOCKS, asked, sees - 1, low, high, begin, kv_head, line

@@ -9,6 +9,7 @@ and few tokens over fp8, go to decode_attention's kernels: `_tokens.py`. Other c
 their keys are split, and `_merge.py` merges what is left.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ ALIKE = 4
 """Of so few requests none has far more keys than the mean."""
 HOPPER = {(64, 64): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
 """(keys of a tile, stages) of the kernel for Hopper, by head_dim and v_head_dim; half the keys where registers are
-short, under a logit_cap and of some of fp8. Heads between 64 and 128 are taken as of 128."""
+short, under a logit_cap, but for heads of 256 in 16 bits. Heads between 64 and 128 are taken as of 128."""
 NARROW = 512
 """Of 128 keys a tile has half under a window of up to so many: then fewer are read that no row sees."""
 
@@ -309,7 +310,7 @@ def _plan(
     if hopper:
         (n, stages), m, warps = HOPPER[_as_of(dim, v_dim)], 128, 4
         narrow = 0 <= window <= NARROW and n == 128
-        if narrow or (cap and (fp8 or dim < 256)) or (fp8 and window >= 0 and 64 < dim <= 128):
+        if narrow or (cap and (fp8 or dim < 256)):
             n, stages = n // 2, 2 * stages
     else:
         m, n, warps, stages = tiles(dim, v_dim, q.dtype, arch(device))
@@ -319,8 +320,9 @@ def _plan(
     v_tile = next_power_of_2(v_dim)
     if hopper and (fp8 or d0 + d1 > dim):
         d0, d1 = next_power_of_2(dim), 0  # widened, or padded, as one tile
+    tokens = m // heads
     same: dict[str, Any] = {
-        "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "HEADS": heads, "TOKENS": m // heads, "N": n,
+        "Q_HEADS": q_heads, "GROUP": group, "BLOCKS": blocks, "HEADS": heads, "TOKENS": tokens, "N": n,
         "K_PAGE": k_page, "V_PAGE": v_page, "CAUSAL": causal, "WINDOW": window >= 0, "CAP": cap, "LSE": lse is not None,
         "UNIT": unit, "STAGES": stages, "BLOCK": BLOCK, "FEW": FEW, "PDL": on, "launch_pdl": on, "num_warps": warps,
         "K_KIND": scale_kind(k_scale), "V_KIND": scale_kind(v_scale),
@@ -329,7 +331,7 @@ def _plan(
         from hal.backends.cuda.extend_attention_hopper import extend_attention_hopper_kernel
 
         run = extend_attention_hopper_kernel.bind(
-            **same,
+            **{**same, "TOKENS": (heads - math.gcd(heads, m) + m - 1) // heads + 1},
             SPLIT=False,
             LONG_FIRST=False,
             D=v_tile,
@@ -343,7 +345,7 @@ def _plan(
         run = extend_attention_kernel.bind(
             **same, M=m, D=dim, D0=d0, D1=d1, DV=v_dim, DV_PAD=max(16, next_power_of_2(v_dim)), SHARED=shared
         )
-    return run, hopper, blocks, m // heads, tuple(s // unit for s in strides)
+    return run, hopper, blocks, tokens, tuple(s // unit for s in strides)
 
 
 def _own(
@@ -384,18 +386,23 @@ def _own(
     n, v_dim, rows, few = length("q"), v_cache.shape[-1], q.shape[1] * tokens, parts * tokens // 2
     fp8 = k_cache.dtype in FP8
     # Of no more than parts / 2 whole tiles, a last one of each request, and the parts; or of long requests.
-    lines = LINES_EACH.value * parts * rows
+    lines = LINES_EACH.value * parts * q.shape[1] * run.static["TOKENS"]
     part, part_lse = Scratch(Size()), Scratch(Size(lines * v_dim))
-    split = run.kernel.bind(**{**run.static, "SPLIT": True})
-    # Of heads of 256 over fp8 two registers more would be put aside in the loop. Under a window none is longer.
-    long = run if window or (fp8 and v_dim == 256) else run.kernel.bind(**{**run.static, "LONG_FIRST": True})
+    split = run.kernel.bind(**{**run.static, "SPLIT": True, "TOKENS": tokens})
     little, much = ("kv_indices", -1, LONG), ("kv_indices", LONG, MOST)
     full = (Size(few + 1).within(n) + Size(parts).within(bs)).at_most(1)
     args_of_parts = (*args[:-3], part, part_lse, parts)
+    # Of heads of 256 over fp8 two registers more would be put aside in the loop. Under a window none is longer.
+    alike = MOST if window or (fp8 and v_dim == 256) else ALIKE + 1
+    long = run.kernel.bind(**{**run.static, "LONG_FIRST": True})
     steps = [
         Step(run, programs, args, (("q", 0, MOST), some, little)),
-        Step(run, programs.times(full), args, (("qo_indptr", 1, ALIKE + 1), much)),
-        Step(long, Size(at_once).times(full), args_of_parts, (("qo_indptr", ALIKE + 1, MOST), much)),
+        Step(run, programs.times(full), args, (("qo_indptr", 1, alike), much)),
+        *(
+            [Step(long, Size(at_once).times(full), args_of_parts, (("qo_indptr", alike, MOST), much))]
+            if alike < MOST
+            else []
+        ),
         Step(split, Size(at_once), args_of_parts, (("q", 0, few), ("qo_indptr", 1, parts), much)),
         *_merge.steps(
             split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), -1, few

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hal.backends.cuda import _attention
 from hal.backends.cuda._attention import LOG2E
 from hal.backends.cuda._cap import tanh
-from hal.backends.cuda._fetch import ROWS, fetch, scaled
+from hal.backends.cuda._fetch import ROWS, behind, fetch, scaled
 from hal.backends.cuda._leave import ABSENT, SHIFT, leave, leave_part, merge_last
 from hal.backends.cuda._told import TOLD, counter_of, line_of, tile_of, told
 from hal.backends.cuda._turns import unpacked
@@ -180,21 +180,22 @@ def _multiply(
     stage = 0
     phase = 0
     done = 0
-    tokens, lowest, low, high = told(turns, done)
-    while tokens > 0:
+    rows, lowest, low, high = told(turns, done)
+    while rows > 0:
         zero = _zero(done)
         begin = PART * ROWS + zero
         place = done % PLACES
         mine = 2 * place + PART
         r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))
-        position = lowest + r // HEADS
+        ahead = tile_of(turns, done)[3]
+        position = lowest + behind(r, ahead, HEADS) // HEADS
         # All rows see all of [inner, full).
         full = high
         if CAUSAL:
-            full = gl.minimum(full, gl.maximum(lowest + PART * ROWS // HEADS + 1, 0))
+            full = gl.minimum(full, gl.maximum(lowest + behind(PART * ROWS, ahead, HEADS) // HEADS + 1, 0))
         inner = 0
         if WINDOW:
-            inner = lowest + (PART * ROWS + ROWS - 1) // HEADS - window
+            inner = lowest + behind(PART * ROWS + ROWS - 1, ahead, HEADS) // HEADS - window
         top = gl.full([ROWS], ABSENT, gl.float32, gl.SliceLayout(1, LOGITS))
         acc = gl.zeros([ROWS, D], gl.float32, SUMS)
         none = gl.zeros([ROWS, N], gl.float32, LOGITS)
@@ -298,7 +299,7 @@ def _multiply(
                 WIDTH, LSE, UNIT, FP8, OWN,
             )  # fmt: skip
         done += 1
-        tokens, lowest, low, high = told(turns, done)
+        rows, lowest, low, high = told(turns, done)
 
 
 @gluon.jit

@@ -44,6 +44,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "window-of-one": {"sliding_window": 0},
     "not-causal": {"causal": False},
     "group-of-7": {"q_heads": 14, "kv_heads": 2, "longest": 40},
+    "group-of-3": {"q_heads": 6, "kv_heads": 2},
+    "group-of-5-ragged": {"q_heads": 5, "bs": 40, "longest": 70, "prefix": 40, "lengths": "skewed", "spare": 3},
+    "group-of-12-window": {"q_heads": 24, "kv_heads": 2, "longest": 50, "sliding_window": 70, "slots": 800},
+    "group-of-130": {"q_heads": 260, "kv_heads": 2, "longest": 3, "prefix": 300},
     "group-of-1": {"q_heads": 2, "kv_heads": 2, "cache": "paged", "cache_view": "pairs", "indptr": "i64"},
     "ragged": {"bs": 40, "longest": 30, "prefix": 40, "lengths": "skewed", "spare": 3},
     "ragged-few": {"bs": 20, "longest": 90, "prefix": 40, "lengths": "skewed", "spare": 3},
@@ -71,11 +75,12 @@ FP8: dict[str, dict[str, Any]] = {
         "lse": False,
     },
     "e4m3-group-of-7": {"cache_dtype": "e4m3", "q_heads": 14, "kv_heads": 2, "longest": 40},
+    "e5m2-group-of-3-window": {"cache_dtype": "e5m2", "q_heads": 3, "sliding_window": 70},
 }
 FORMS |= FP8
 LOUD = ((3e38, 1e-38), (1e-38, 1e38), (1e-40, 1e38), (3e4, 1e-4), (1.0, 0.1))
 """A magnitude of queries, and a scale by which logits are of none."""
-LITTLE = ("absent-window", "cap", "cap-window-paged", "narrow-window", "group-of-7")
+LITTLE = ("absent-window", "cap", "cap-window-paged", "narrow-window", "group-of-7", "group-of-3")
 RUNS: dict[str, dict[str, Any]] = {
     "in-runs": {"run": 128, "slots": 1024},
     "in-runs-strided": {"run": 256, "slots": 1024, "cache_view": "padded", "dtype": "fp16"},

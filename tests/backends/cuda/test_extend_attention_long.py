@@ -40,6 +40,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "few": ("few", {"longest": 60}),
     "tokens": ("first", {"longest": 40}),
     "group-of-7": ("last", {"q_heads": 56, "lse": False}),
+    "group-of-3": ("first", {"q_heads": 24, "longest": 60}),
     "group-of-1": ("some", {"q_heads": 8, "cache": "paged", "cache_view": "pairs", "indptr": "i64"}),
     "group-of-130": ("some", {"q_heads": 260, "kv_heads": 2, "longest": 1}),
     "absent": ("first", {"values": "skip", "index": "i64", "cache": "paged", "cache_view": "padded"}),

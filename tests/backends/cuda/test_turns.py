@@ -23,7 +23,7 @@ from hal.backends.cuda import _turns
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter: TRITON_INTERPRET=1"
 )
-Q_HEADS, GROUP, TOKENS, N = 6, 3, 4, 16
+Q_HEADS, GROUP, ROWS, N = 6, 3, 16, 16
 BLOCKS = Q_HEADS // GROUP
 BATCHES = {
     "one": [(11, 70)],
@@ -42,14 +42,14 @@ SPLIT = ("some", "long first", "long last", "longs")
 @triton.jit
 def ask(
     qo, kv, to, n, nnz, bs, programs, window, Q_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     FEW: tl.constexpr, ROW: tl.constexpr, LONG_FIRST: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     batch = (qo, kv, tl.cast(n, tl.int64), tl.cast(nnz, tl.int64), bs)
-    found = _turns.survey(batch, programs, TOKENS, BLOCK, FEW, LONG_FIRST)
+    found = _turns.survey(batch, programs, GROUP, ROWS, BLOCK, FEW, LONG_FIRST)
     items, tile, lowest, low, high, begin, kv_head, part = _turns.find(
-        item, batch, found, window, Q_HEADS, GROUP, BLOCKS, GROUP, TOKENS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW,
+        item, batch, found, window, Q_HEADS, GROUP, BLOCKS, GROUP, ROWS, N, CAUSAL, WINDOW, BLOCK, FEW, ROW,
         LONG_FIRST,
     )  # fmt: skip
     to += 11 * item
@@ -101,7 +101,7 @@ def asked(
     def of_items(many: int) -> list[list[int]]:
         found = torch.full((many, 11), -7, dtype=torch.int64, device="cpu")
         ask[(many,)](
-            qo, kv, found, sum(news), sum(keys), len(batch), programs, window, Q_HEADS, GROUP, BLOCKS, TOKENS, N,
+            qo, kv, found, sum(news), sum(keys), len(batch), programs, window, Q_HEADS, GROUP, BLOCKS, ROWS, N,
             causal, window >= 0, block, few, row, long_first,
         )  # fmt: skip
         return found.tolist()  # type: ignore[no-any-return]
@@ -117,13 +117,15 @@ def tiles_of(batch: list[tuple[int, int]], causal: bool = True, window: int = -1
     tiles = []
     token, begin = 0, 0
     for new, keys in batch:
-        for t in range(0, new, TOKENS):
-            rows = min(TOKENS, new - t)
+        for row in range(0, new * GROUP, ROWS):
+            rows = min(ROWS, new * GROUP - row)
+            t, ahead = divmod(row, GROUP)
             lowest = keys - new + t
+            last = keys - new + (row + rows - 1) // GROUP
             low = max(lowest - window, 0) if window >= 0 else 0
-            high = min(keys, max(lowest + rows, 0)) if causal else keys
+            high = min(keys, max(last + 1, 0)) if causal else keys
             for head in range(BLOCKS):
-                tiles.append([token + t, rows, head * GROUP, GROUP, lowest, low, high, begin, head, -1])
+                tiles.append([token + t, rows, head * GROUP, ahead, lowest, low, high, begin, head, -1])
         token, begin = token + new, begin + keys
     return tiles
 
