@@ -134,7 +134,7 @@ def decode_attention_kernel(
             )
         one = (request < bs) & (share == 0)
     else:
-        if bs == 1:
+        if AHEAD and bs == 1:
             keys, request, before, c = find_one(kv_indptr, c, nnz, programs, window, SHORTEST, FEW_PARTS, WINDOW)
         elif bs <= FEW:
             keys, request, before, c = find(

@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 ASIDE = {
     ("decode_attention", "past-one-block", 90, False): 8,
     ("decode_attention", "past-one-block", 90, True): 16,
-    ("decode_attention", "nan-in-one-request-bf16", 90, False): 16,
+    ("decode_attention", "nan-in-one-request-bf16", 90, False): 8,
     ("decode_attention", "nan-in-one-request-bf16", 90, True): 24,
-    ("decode_attention", "nan-in-one-request-fp16", 90, False): 16,
+    ("decode_attention", "nan-in-one-request-fp16", 90, False): 8,
     ("decode_attention", "nan-in-one-request-fp16", 90, True): 24,
     ("extend_attention", "nan-in-one-request-fp32", 80, False): 8,
 }
