@@ -137,6 +137,23 @@ def _free(empty, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def _pass_by(low, high, stage, phase, barriers, STAGES: gl.constexpr, N: gl.constexpr, THREADS: gl.constexpr):
+    """Gives the tiles of entries [low, high) back, by a group that has no rows of theirs; how far the rings are then.
+    Not before they are there, so that none is given back twice."""
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    for _ in range(low, high, N):
+        mbarrier.wait(k_full.index(stage), phase)
+        _free(k_empty.index(stage), THREADS)
+        mbarrier.wait(v_full.index(stage), phase)
+        _free(v_empty.index(stage), THREADS)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def _zero(x):
     """0, which the compiler can't know: what is made of it isn't kept over a loop, for which registers are short."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
@@ -215,7 +232,10 @@ def _multiply(
         if CAP:
             within_cap = unit / cap
             unit = cap * LOG2E
-        if high > low:
+        some = high > low
+        if PART == 1:
+            some = some & (rows > ROWS)  # of a few tokens it has none, and what it multiplied would take as long
+        if some:
             # `wgmma` sees what was written only past a fence: the writers' (fp8), or one here, as copies end by
             # themselves.
             mbarrier.wait(k_full.index(stage), phase)
@@ -269,8 +289,11 @@ def _multiply(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        elif OWN and not FP8:
-            mbarrier.arrive(q_empty.index(place))
+        else:
+            if PART == 1:
+                stage, phase = _pass_by(low, high, stage, phase, barriers, STAGES, N, THREADS)
+            if OWN and not FP8:
+                mbarrier.arrive(q_empty.index(place))
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LOGITS))
         found = (acc, top, total, unit)
