@@ -78,6 +78,12 @@ def leave(
 
 
 @gluon.jit
+def _line_of(r, head, tile, Q_HEADS: gl.constexpr, HEADS: gl.constexpr):
+    """Where rows of a tile are among the lines of a part: of each of its tokens, one for each query head."""
+    return behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head
+
+
+@gluon.jit
 def leave_part(
     found, where, part, part_lse, line, v_factor, r, Q_HEADS: gl.constexpr, HEADS: gl.constexpr, LINES: gl.constexpr,
     WIDTH: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
@@ -93,16 +99,13 @@ def leave_part(
         mbarrier.arrive(q_empty)
     _, head, asked = query(r, tile, HEADS)
     first = line.to(gl.int64) * LINES
-    gl.store(
-        part_lse + (first + (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)),
-        _log_sums(top, total, unit, FP8),
-        asked,
-    )
+    line = _line_of(r, head, tile, Q_HEADS, HEADS)
+    gl.store(part_lse + (first + line), _log_sums(top, total, unit, FP8), asked)
     share = gl.convert_layout(v_factor / gl.where(total != 0.0, total, 1.0), gl.SliceLayout(1, SUMS))
     r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     _, head, asked = query(r, tile, HEADS)
     d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))[None, :]
-    at = (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)[:, None] * WIDTH + d
+    at = _line_of(r, head, tile, Q_HEADS, HEADS)[:, None] * WIDTH + d
     some = asked[:, None]
     if acc.shape[1] > WIDTH:
         some = some & (d < WIDTH)
@@ -124,7 +127,7 @@ def merge_last(
         to: gl.constexpr = out.dtype.element_ty
         r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))
         at, head, asked = query(r, tile, HEADS)
-        row = first * LINES + (behind(r, tile[3], HEADS) // HEADS * Q_HEADS + head)
+        row = first * LINES + _line_of(r, head, tile, Q_HEADS, HEADS)
         top = gl.full([ROWS], ABSENT, gl.float32, gl.SliceLayout(1, ROW))
         for c in range(0, parts, TOGETHER):
             for i in gl.static_range(TOGETHER):

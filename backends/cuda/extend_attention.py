@@ -394,20 +394,16 @@ def _own(
     args_of_parts = (*args[:-3], part, part_lse, parts)
     # Of heads of 256 over fp8 two registers more would be put aside in the loop. Under a window none is longer.
     alike = MOST if window or (fp8 and v_dim == 256) else ALIKE + 1
-    long = run.kernel.bind(**{**run.static, "LONG_FIRST": True})
     steps = [
         Step(run, programs, args, (("q", 0, MOST), some, little)),
         Step(run, programs.times(full), args, (("qo_indptr", 1, alike), much)),
-        *(
-            [Step(long, Size(at_once).times(full), args_of_parts, (("qo_indptr", alike, MOST), much))]
-            if alike < MOST
-            else []
-        ),
-        Step(split, Size(at_once), args_of_parts, (("q", 0, few), ("qo_indptr", 1, parts), much)),
-        *_merge.steps(
-            split, v_dim, (part, part_lse, to, "lse", *row, n, parts), (("qo_indptr", 1, parts), much), -1, few
-        ),
     ]
+    if alike < MOST:
+        long = run.kernel.bind(**{**run.static, "LONG_FIRST": True})
+        steps += [Step(long, Size(at_once).times(full), args_of_parts, (("qo_indptr", alike, MOST), much))]
+    steps += [Step(split, Size(at_once), args_of_parts, (("q", 0, few), ("qo_indptr", 1, parts), much))]
+    merge = (part, part_lse, to, "lse", *row, n, parts)
+    steps += _merge.steps(split, v_dim, merge, (("qo_indptr", 1, parts), much), -1, few)
     sums = ((n.at_most(few) + parts).times(rows) + n.times(4)).at_least(lines)
     return Plan(tuple(steps), sums + lines * v_dim, returns)
 
