@@ -208,7 +208,6 @@ class plans(dict[Any, Plan]):
         scratch = None
         if plan.scratch is not None:
             scratch = self._workspace(args[0].device, COUNTERS + plan.scratch.value(lengths))
-        counters = scratch is not None and self._counters(scratch)
 
         def value(of: Any) -> Any:
             if isinstance(of, str):
@@ -219,23 +218,26 @@ class plans(dict[Any, Plan]):
                 return counters
             return of.value(lengths) if isinstance(of, Size) else of
 
-        started: list[tuple[Any, ...]] = []
-        others: list[tuple[Any, ...]] = []
+        started: list[tuple[Step, int]] = []
+        others: list[tuple[Step, int]] = []
         reached = False
         for step in plan.steps:
             within = all(low < lengths[name] <= high for name, low, high in step.where)
             reached |= within
             programs = step.grid.value(lengths)
-            (started if within and programs else others).append((step.run, programs, tuple(map(value, step.args))))
+            (started if within and programs else others).append((step, programs))
+        counters = scratch
+        if scratch is not None and any(isinstance(of, Counters) for step, _ in started for of in step.args):
+            counters = self._counters(scratch)
         if new and reached:
             # All at once: a request must not wait for the compiler because more tokens came.
-            for run, _, each in others:
-                run.prepare(*each)
+            for step, _ in others:
+                step.run.prepare(*map(value, step.args))
             if len(self) >= LIMIT:
                 self.clear()
             self[key] = plan
-        for run, programs, each in started:
-            run.start((programs, 1, 1), *each)
+        for step, programs in started:
+            step.run.start((programs, 1, 1), *map(value, step.args))
         if call is not None and launch.lane() == "device" and all(step.run.native is not None for step in plan.steps):
             self._teach(plan, call)
         return given.get(RESULT if isinstance(plan.returns, Result) else plan.returns or "")

@@ -15,7 +15,7 @@ from triton import knobs
 from hal.backends.cuda import _device
 from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
-from hal.triton.plans import COUNTERS, MOST, STEPS, Plan, Scratch, Size, Step, key_of, length, plans
+from hal.triton.plans import COUNTERS, MOST, STEPS, Counters, Plan, Scratch, Size, Step, key_of, length, plans
 
 __all__ = ["helper"]
 
@@ -277,6 +277,21 @@ def test_a_captured_graph_has_counters_of_its_own(rig: Rig, monkeypatch: pytest.
         given.append(rig.plans._counters(on_device).data_ptr())
     assert given[0] == given[1]
     assert set(given) == {t.data_ptr() for t in spare}
+
+
+def test_counters_are_asked_for_by_who_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that is only prepared asks for none: in a graph they might have to be cleared."""
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(rig.plans, "_counters", lambda scratch: asked.append(scratch) or scratch)
+    rig(A, B)
+    assert not asked
+    changed(rig, lambda steps: (steps[0], steps[1]._replace(args=("b", Counters(), length("b")))))
+    rig.plans.clear()
+    rig(A, B[:32])
+    assert (len(rig.slow), len(rig.prepared), asked) == (3, 1, [])
+    rig.plans.clear()
+    rig(A, B)
+    assert (len(rig.slow), len(asked)) == (5, 1)
 
 
 def test_threads_start_their_pairs_together(rig: Rig) -> None:
