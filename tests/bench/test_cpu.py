@@ -183,6 +183,15 @@ def test_measure_tells_fast_from_slow() -> None:
     assert row["ratios"]["slow"] == row["best"]["slow"] / row["best"]["hal"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Else SIGINT is ignored by what a shell without job control has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_stopped_keeps_what_was_measured(

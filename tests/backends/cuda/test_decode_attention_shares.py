@@ -117,6 +117,21 @@ def test_nothing_is_put_aside_tile_after_tile(heads: tuple[int, int, int], tmp_p
     assert not put_aside(cubin, tmp_path)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_four_programs_fit_where_heads_are_in_two_tiles(head_dim: int) -> None:
+    """Four warps each: of so many registers a multiprocessor has for as many programs as the keys are split for."""
+    from hal.backends.cuda import inspect
+    from hal.backends.cuda.decode_attention import PER_SM
+
+    args = SPEC.make(q_heads=4, kv_heads=4, head_dim=head_dim, dtype="bf16", bs=16, longest=8, sliding_window=2046)
+    with inspect.record() as calls:
+        inspect.launcher("decode_attention")(**{**args, "kv_indices": torch.zeros(10_000, dtype=torch.int32)})
+    call = next(call for call in calls if call[0].kernel.name == "decode_attention_kernel")
+    registers, spills, _ = inspect.resources(inspect.compile_call(call, 90).asm["cubin"])
+    assert (spills, registers * 128 * PER_SM <= 65536) == (0, True)
+
+
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("change", [{}, {"lengths": "full", "bs": 75}, {"sliding_window": 1100}], ids=str)
