@@ -288,10 +288,10 @@ def test_counters_are_asked_for_by_who_counts(rig: Rig, monkeypatch: pytest.Monk
     changed(rig, lambda steps: (steps[0], steps[1]._replace(args=("b", Counters(), length("b")))))
     rig.plans.clear()
     rig(A, B[:32])
-    assert (len(rig.slow), len(rig.prepared), asked) == (3, 1, [])
+    assert not asked
     rig.plans.clear()
     rig(A, B)
-    assert (len(rig.slow), len(asked)) == (5, 1)
+    assert len(asked) == 1
 
 
 def test_threads_start_their_pairs_together(rig: Rig) -> None:
