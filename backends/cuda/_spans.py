@@ -89,18 +89,21 @@ def steps(
     device: int,
     args: tuple[Any, ...],
     *where: tuple[str, int, int],
+    at_once: int = 1,
+    few: int = 4,
     **static: Any,
 ) -> tuple[Step, ...]:
     """The launch for few requests, and that for many: how many outputs are made at most is `size`, to `args` are added
-    the groups of a program and log2 of a group's parts."""
+    the groups of a program and log2 of a group's parts, of which `at_once` run on a multiprocessor. `few`: requests a
+    multiprocessor that have programs of their own."""
     sms, on = multiprocessors(device), pdl(device)
     found = []
-    for group, low, high in ((1, -1, 4 * sms), (MANY, 4 * sms, ANY)):
+    for group, low, high in ((1, -1, few * sms), (MANY, few * sms, ANY)):
         chunk, lengths, warps = tiles[group]
         run = kernel.bind(**static, PDL=on, CHUNK=chunk, GROUP=group, TILE=lengths, num_warps=warps, launch_pdl=on)
         groups = length(requests, per=group).at_least(1)
-        each = groups.per(4 * sms)
+        each = groups.per(few * sms)
         programs = groups.per(each)
-        log = parts(programs, size.per(chunk), sms)
+        log = parts(programs, size.per(chunk), at_once * sms)
         found.append(Step(run, programs.doubled(log), (*args, each, log), ((requests, low, high), *where)))
     return tuple(found)

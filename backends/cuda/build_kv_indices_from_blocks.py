@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, attr-defined"
 """build_kv_indices_from_blocks: the slots of ``[start_i, start_i + len_i)`` of a block table packed into `out`.
 
-The requests are shared out as `_spans` says, and their sums written into `kv_indptr`. A start is compared with the
-table before it is added to. Neighbouring lanes read the same entry of the table, which is one access.
+The requests are shared out as `_spans` says, and their sums written into `kv_indptr`. A start is pulled to where
+nothing that is added to it wraps, so that each slot's numbers are of 32 bits. Neighbouring lanes read the same entry
+of the table, which is one access.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -13,7 +15,22 @@ from hal.backends.cuda._spans import MANY, Tile, extents, lengths_and_starts, sl
 from hal.triton import launch
 from hal.triton.plans import Plan, length, plans
 
-TILES = {1: Tile(1024, 128, 4), MANY: Tile(256, 512, 4)}
+AT_ONCE, FEW = 4, 8
+"""Programs a multiprocessor that the slots are shared among; requests a multiprocessor that have one each."""
+TILES = {1: Tile(512, 128, 2), MANY: Tile(256, 512, 4)}
+
+
+@triton.jit
+def pages_of(start, skipped, count, end, PAGE: tl.constexpr):
+    """(the page to count from, what lies ahead of a request's token 0 from there on, the tokens [low, high) of `count`
+    that are inside a table of `end`), the last three in int32: token t has page ``(ahead + t) // PAGE`` of these, where
+    the sum, taken as unsigned, is below 2^32."""
+    # A start further outside is as much outside, and nothing wraps.
+    base = tl.minimum(tl.maximum(start, -2147483648), end) + skipped
+    low = tl.minimum(tl.maximum(-base, 0), count).to(tl.int32)
+    high = tl.minimum(tl.maximum(end - base, 0), count).to(tl.int32)
+    page = tl.maximum(base, 0) // PAGE
+    return page, (base - page * PAGE).to(tl.int32), low, high
 
 
 @launch.jit(do_not_specialize="table lens indptr out starts bs columns stride size keep each log".split())
@@ -45,19 +62,24 @@ def kv_indices_from_blocks_kernel(
         ending = total + tl.cumsum(length, 0)
         if part == 0:
             tl.store(indptr + j + 1, tl.minimum(ending, size).to(indptr.dtype.element_ty), j < bs)
-        row = (table + j.to(tl.int64) * stride)[:, None]
-        to = (ending - length)[:, None]
-        skipped = (whole - length)[:, None]
-        for turn in range(turns(tl.minimum(tl.max(length, 0), size - total), part, log, CHUNK)):
-            t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)[None, :]
-            mine = (t < length[:, None]) & (t < size - to)
-            own = t + skipped
-            there = mine & (start[:, None] >= -own) & (start[:, None] < end - own)
-            position = tl.where(there, start[:, None] + own, 0)
-            page = position // PAGE
-            block = tl.load(row + page, there, other=-1).to(tl.int64)
-            slot = slot_of(block, position - page * PAGE, PAGE, WIDE)
-            tl.store(out + to + t, slot.to(out.dtype.element_ty), mine)
+        begin = ending - length
+        count = tl.minimum(length, tl.maximum(size - begin, 0))
+        first_page, ahead, low, high = pages_of(start, whole - length, count, end, PAGE)
+        row = (j.to(tl.int64) * stride + first_page)[:, None]
+        to = begin[:, None]
+        most = tl.max(count, 0)
+        count, ahead, low, high = count.to(tl.int32)[:, None], ahead[:, None], low[:, None], high[:, None]
+        for turn in range(turns(most, part, log, CHUNK)):
+            done = ((turn << log) + part) * CHUNK
+            t0 = done.to(tl.int32)
+            t = tl.arange(0, CHUNK)[None, :]
+            place = (ahead + t0 + t).to(tl.uint32)
+            there = (t >= low - t0) & (t < high - t0)
+            block = tl.load(table + row + (place // PAGE).to(tl.int32), there, other=-1)
+            if WIDE:
+                block = block.to(tl.int64)
+            slot = slot_of(block, (place % PAGE).to(tl.int32), PAGE, WIDE)
+            tl.store(out + (to + done) + t, slot.to(out.dtype.element_ty), t < count - t0)
         total += tl.sum(length, 0)
     if tl.program_id(0) == 0:
         tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
@@ -95,6 +117,8 @@ def _plans(
         size.at_most(bs.times(keep)),
         out.get_device(),
         args,
+        at_once=AT_ONCE,
+        few=FEW,
         PAGE=page_size,
         WIDE=out.dtype is int64,
     )
