@@ -3,8 +3,9 @@
 where those are GIVEN, each list to where they say.
 
 A program has a request, or every 2^log-th chunk of one. Of few requests it adds up the lengths before its own; of
-many, a launch makes all sums, and another reads them. A start is compared with the table before it is added to. The
-first slots are asked for before it is known where they go: the table's memory has the longest way.
+many, a launch makes all sums, and another reads them. A start is pulled to where nothing that is added to it wraps, so
+that each slot's numbers are of 32 bits. The first slots are asked for before it is known where they go: the table's
+memory has the longest way.
 """
 
 import triton
@@ -19,19 +20,27 @@ from hal.triton.plans import ANY, Plan, Step, length, plans
 
 CHUNK, SUM = 1024, 256
 """Slots at once, and lengths added at once, where the sums are made too."""
-GIVEN = ((1, 256, 4), (4, 512, 2), (16, 1024, 4), (1 << 62, 512, 2))
+GIVEN = ((4, 512, 2), (1 << 62, 1024, 1))
 """Up to so many requests for two multiprocessors: slots at once, warps. Where the sums are given; swept on an H200."""
 MOST = 16
 """Requests a multiprocessor whose sums are made along with the lists."""
-BLOCK = 256
-"""Sums that a program of their own launch makes."""
+SUMS = (512, 4096, 16)
+"""Sums that a program of their own launch makes; lengths added at once; warps."""
 
 
 @triton.jit
-def _slots(row, known, start, length, t, width):
-    """A request's slots at `t`, -1 outside the table."""
-    there = (t < length) & known & (start >= -t) & (start < width - t)
-    return tl.load(row + tl.where(there, start + t, 0), there, other=-1)
+def _slots(row, low, high, first, CHUNK: tl.constexpr):
+    """A request's slots from `first` on, -1 but for [low, high)."""
+    t = tl.arange(0, CHUNK)
+    return tl.load(row + first + t, (t >= low - first.to(tl.int32)) & (t < high - first.to(tl.int32)), other=-1)
+
+
+@triton.jit
+def _put(out, to, slot, low, high, first):
+    """Those of [low, high), where they go."""
+    t = tl.arange(0, slot.shape[0])
+    mine = (t >= low - first.to(tl.int32)) & (t < high - first.to(tl.int32))
+    tl.store(out + to + first + t, slot.to(out.dtype.element_ty), mine)
 
 
 @triton.jit
@@ -61,24 +70,32 @@ def kv_indices_kernel(
         to = _reach(indptr, i, bs, size)
         fits = tl.minimum(length, _reach(indptr, i + 1, bs, size) - to)
     known = (request >= 0) & (request < rows)
-    row = table + tl.where(known, request, 0) * stride
-    t = part * CHUNK + tl.arange(0, CHUNK)
-    slot = _slots(row, known, start, length, t, width)
-    if not GIVEN:
-        lanes = tl.zeros([SUM], tl.int64)
-        for at in range(0, tl.minimum(i, bs), SUM):
-            lanes += extents(lens, lens, at + tl.arange(0, SUM), tl.minimum(i, bs), False)[1]
-        to = tl.sum(lanes, 0)
-        fits = tl.minimum(length, size - to)
-        if part == 0:
-            tl.store(indptr + i + 1, tl.minimum(to + length, size).to(indptr.dtype.element_ty), i < bs)
-            if i == 0:
-                tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
-    tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
-    for turn in range(1, turns(fits, part, log, CHUNK)):
-        t = ((turn << log) + part) * CHUNK + tl.arange(0, CHUNK)
-        slot = _slots(row, known, start, fits, t, width)
-        tl.store(out + to + t, slot.to(out.dtype.element_ty), (t < fits) & (t >= -to))
+    # A start further outside is as much outside, and nothing wraps. Within a request numbers fit 32 bits.
+    start = tl.minimum(tl.maximum(start, -2147483648), width)
+    low = tl.minimum(tl.maximum(-start, 0), length).to(tl.int32)
+    high = tl.where(known, tl.minimum(width - start, length), 0).to(tl.int32)
+    row = table + tl.where(known, request, 0) * stride + start
+    first = part * CHUNK
+    # Of a request's parts those without a slot end; where sums are made, that would be to wait for its length first.
+    if (GIVEN == 0) | (part == 0) | (first < length):
+        slot = _slots(row, low, high, first, CHUNK)
+        if not GIVEN:
+            lanes = tl.zeros([SUM], tl.int64)
+            for at in range(0, tl.minimum(i, bs), SUM):
+                lanes += extents(lens, lens, at + tl.arange(0, SUM), tl.minimum(i, bs), False)[1]
+            to = tl.sum(lanes, 0)
+            fits = tl.minimum(length, size - to)
+            if part == 0:
+                tl.store(indptr + i + 1, tl.minimum(to + length, size).to(indptr.dtype.element_ty), i < bs)
+                if i == 0:
+                    tl.store(indptr, tl.zeros([], indptr.dtype.element_ty))
+        fits = tl.maximum(fits, 0)
+        # What a list that begins below 0 would write there.
+        least = tl.minimum(tl.maximum(-to, 0), fits).to(tl.int32)
+        _put(out, to, slot, least, fits.to(tl.int32), first)
+        for turn in range(tl.maximum(least // CHUNK >> log, 1).to(tl.int64), turns(fits, part, log, CHUNK)):
+            first = ((turn << log) + part) * CHUNK
+            _put(out, to, _slots(row, low, high, first, CHUNK), least, fits.to(tl.int32), first)
 
 
 @launch.jit(do_not_specialize=("lens", "indptr", "bs", "size"))
@@ -140,11 +157,11 @@ def _plans(
             low = high
         return Plan(tuple(found), returns="out")
     few = MOST * sms
-    sums = sums_kernel.bind(PDL=on, BLOCK=BLOCK, SUM=4 * SUM, num_warps=4, launch_pdl=on)
+    sums = sums_kernel.bind(PDL=on, BLOCK=SUMS[0], SUM=SUMS[1], num_warps=SUMS[2], launch_pdl=on)
     return Plan(
         (
             lists(-1, few, "kv_indptr", False, CHUNK, 4),
-            Step(sums, length("kv_lens", per=BLOCK), ("kv_lens", "kv_indptr", bs, size), (("kv_lens", few, ANY),)),
+            Step(sums, length("kv_lens", per=SUMS[0]), ("kv_lens", "kv_indptr", bs, size), (("kv_lens", few, ANY),)),
             lists(few, ANY, "kv_indptr", True, *GIVEN[-1][1:]),
         ),
         returns="out",

@@ -12,18 +12,38 @@ from hal._remote.target import DirectTarget
 from hal.conformance.execute import execute
 
 CUDA = torch.cuda.is_available()
+SIZES = [32, 33, 256, 257, 512, 513, 1024, 1025, 2000]
 
 
 @pytest.mark.skipif(
     not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
 )
-@pytest.mark.parametrize("bs", [256, 257, 512, 513, 2000] if CUDA or os.environ.get("CI_ALL") else [257, 513])
+@pytest.mark.parametrize("bs", SIZES if CUDA or os.environ.get("CI_ALL") else [33, 513, 1025])
 def test_assign_at_the_sizes_where_its_launch_changes(bs: int) -> None:
     from hal.backends.cuda.assign_extend_cache_locs import assign_extend_cache_locs as fn
 
     spec = ops.get_spec("assign_extend_cache_locs")
     target = DirectTarget.of(spec.name, fn, "cuda" if CUDA else "cpu")
     execute(spec, spec.make(bs=bs, longest=9, seed=bs), target)
+
+
+@pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device or TRITON_INTERPRET=1"
+)
+def test_a_list_that_begins_far_below_what_it_is_written_to_takes_no_turns_there() -> None:
+    """Two million chunks of it would go nowhere, which takes the interpreter an hour."""
+    from hal.backends.cuda.build_kv_indices import build_kv_indices as fn
+
+    device = "cuda" if CUDA else "cpu"
+    table = torch.arange(8, dtype=torch.int32, device=device)[None]
+    requests = torch.zeros(1, dtype=torch.int64, device=device)
+    lens = torch.full((1,), 2**31 - 1, device=device)
+    start = torch.tensor([-(2**31) + 5], device=device)
+    indptr = torch.tensor([-(2**31) + 4, 5], device=device)
+    out = torch.full((5,), -7, dtype=torch.int32, device=device)
+    fn(table, requests, lens, None, out, start, given_indptr=indptr)
+    # Token 2^31 - 4 is the first that has a place, and lies in column 1; token 2^31 - 2 is the last.
+    assert out.tolist() == [1, 2, 3, -7, -7]
 
 
 @pytest.mark.skipif(
