@@ -2,7 +2,7 @@
 # A kernel is typed by its arguments at run time.
 """assign_extend_cache_locs: the slots of all new tokens, request after request, in one flat tensor.
 
-Up to 512 requests, a program has a part of one request and sums the lengths of those before it. With more,
+Up to 1024 requests, a program has a part of one request and sums the lengths of those before it. With more,
 a program has a group of requests: the lengths before it are added up lane by lane and reduced once, a tile of
 [requests, tokens] is copied at once, and what is longer than the tile is shared among the group's
 programs. The number of programs is bounded, and a program with several groups carries the sum on, so
@@ -22,10 +22,10 @@ from hal.backends.cuda._spans import clamped
 from hal.triton import launch
 from hal.triton.plans import ANY, Plan, Step, length, plans
 
-FEW = {256: (128, 4), 512: (64, 1)}
+FEW = {32: (128, 4), 256: (64, 1), 512: (64, 1), 1024: (64, 1)}
 """Up to so many requests: tokens of a request that a program copies at once, and its warps."""
 GROUP = 16
-TILE = 16
+TILE = 32
 """Tokens of each request of a group that are copied at once, up to SPAN of them."""
 SPAN = 128
 CHUNK = 2048
