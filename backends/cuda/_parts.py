@@ -32,7 +32,7 @@ def leave_part(
 ):
     """Rows of sums, times `by` each, into the columns of lines of DV that are group PART's; HALVES: in fp16, where
     `most` is the greatest magnitude of each row. PAIRED: as `wgmma` leaves 64 rows, by 16 bytes a thread, for which
-    pairs of columns change places (`_merge.column`)."""
+    pairs of columns change places (`_merge.in_order`)."""
     ROWS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
     MANY: gl.constexpr = 8 if HALVES else 4

@@ -258,17 +258,18 @@ def keys_of(kv_indptr, request, c, before, nnz, chunk, window, STEP: tl.constexp
 @triton.jit
 def merged(
     part, part_lse, first, apart, parts, heads, rows, d, there, Q_HEADS: tl.constexpr, DV: tl.constexpr,
-    HALVES: tl.constexpr = False, unit=0,
+    HALVES: tl.constexpr = False, unit=0, most=None,
 ):  # fmt: skip
     """(``[heads, 1, DV]`` normalised sums, ``[heads, 1]`` log-sum-exps) of parts first, first + apart, ..., in order.
 
     `rows` of them are read together, ``arange(0, ROWS)``; `heads`, `rows` and elements `d` are a tile's three dims.
+    What is first, how far apart and how many they are may be of each head, ``[heads, 1]``, up to `most`.
     HALVES: sums are fp16 in the first half of a line, times what word `unit` of the other half says.
     """
     top = heads[:, None].to(tl.float32) * 0.0 + float("-inf")
     total = heads[:, None].to(tl.float32) * 0.0
     acc = total[:, :, None] + d[None, None, :].to(tl.float32) * 0.0
-    for c in range(0, parts, rows.shape[0]):
+    for c in range(0, parts if most is None else most, rows.shape[0]):
         i = c + rows[None, :]
         at = (first + i * apart).to(tl.int64) * Q_HEADS + heads[:, None]
         ok = (i < parts) & there[:, None]

@@ -29,6 +29,7 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
     return out, torch.logsumexp(sums * math.log(2), 0)
 
 
+@pytest.mark.parametrize(("requests", "unit"), [(1, 1), (4, 8)])
 @pytest.mark.parametrize(
     ("tokens", "dv", "piece", "apart", "halves", "paired"),
     [
@@ -44,7 +45,9 @@ def expected(part: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torc
     ],
     ids=str,
 )
-def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paired: bool) -> None:
+def test_right(
+    tokens: int, dv: int, piece: int, apart: int, halves: bool, paired: bool, requests: int, unit: int
+) -> None:
     """Every so manieth token is a program's: more than it looks at together, a few, or one of a tile of several. Of
     `tokens` 0 each is a request, whose parts are one behind the other."""
     rng = torch.Generator().manual_seed(tokens)
@@ -81,10 +84,10 @@ def test_right(tokens: int, dv: int, piece: int, apart: int, halves: bool, paire
         lines.view(torch.float16)[..., :dv] = part / units.repeat_interleave(dv // 2, -1)
         lines[..., dv // 2 : dv // 2 + 2] = units
         part = lines
-    form = {"PIECE": piece, "ROWS": 4, "HALVES": halves, "PAIRED": paired, "EARLY": halves}
-    run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, PDL=False, **form)
+    form = {"PIECE": piece, "ROWS": 4, "REQUESTS": requests, "HALVES": halves, "PAIRED": paired, "EARLY": halves}
+    run = merge_kernel.bind(Q_HEADS=HEADS, TOKENS=tokens, DV=dv, LSE=True, UNIT=unit, PDL=False, **form)
     grid = (apart * HEADS * -(-dv // piece), 1, 1)
-    run.start(grid, part, scratch, out, lse, HEADS * dv, dv, n, PROGRAMS)
+    run.start(grid, part, scratch, out, lse, HEADS * dv // unit, dv // unit, n, PROGRAMS)
     torch.testing.assert_close(out, want, equal_nan=True)
     torch.testing.assert_close(lse, want_lse, equal_nan=True)
     assert bool((lse == -torch.inf).any())
