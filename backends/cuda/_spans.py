@@ -62,6 +62,18 @@ def lengths_and_starts(lens, starts, group, bs, GROUP: tl.constexpr):
 
 
 @triton.jit
+def inside(start, skipped, count, end):
+    """(where `count` places begin: `skipped` behind `start`; those [low, high) of them that are in [0, `end`); int32).
+
+    A start further outside is as much outside, and pulled to where nothing that is added to it wraps.
+    """
+    begin = tl.minimum(tl.maximum(start, -2147483648), end) + skipped
+    low = tl.minimum(tl.maximum(-begin, 0), count).to(tl.int32)
+    high = tl.minimum(tl.maximum(end - begin, 0), count).to(tl.int32)
+    return begin, low, high
+
+
+@triton.jit
 def slot_of(page, at, PAGE: tl.constexpr, WIDE: tl.constexpr):
     """The slot `at` places into `page`, or -1 where int32 (WIDE: int64) can't hold all slots of the page."""
     top: tl.constexpr = 9223372036854775807 if WIDE else 2147483647

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hal.backends.cuda._device import multiprocessors, pdl
-from hal.backends.cuda._spans import extents, parts, turns
+from hal.backends.cuda._spans import extents, inside, parts, turns
 from hal.triton import launch
 from hal.triton.plans import ANY, Plan, Step, length, plans
 
@@ -29,17 +29,23 @@ SUMS = (512, 4096, 16)
 
 
 @triton.jit
+def _chunk(low, high, first, CHUNK: tl.constexpr):
+    """(a chunk's places from `first` on, which of them are of [low, high))."""
+    t = tl.arange(0, CHUNK)
+    return t, (t >= low - first.to(tl.int32)) & (t < high - first.to(tl.int32))
+
+
+@triton.jit
 def _slots(row, low, high, first, CHUNK: tl.constexpr):
     """A request's slots from `first` on, -1 but for [low, high)."""
-    t = tl.arange(0, CHUNK)
-    return tl.load(row + first + t, (t >= low - first.to(tl.int32)) & (t < high - first.to(tl.int32)), other=-1)
+    t, there = _chunk(low, high, first, CHUNK)
+    return tl.load(row + first + t, there, other=-1)
 
 
 @triton.jit
 def _put(out, to, slot, low, high, first):
     """Those of [low, high), where they go."""
-    t = tl.arange(0, slot.shape[0])
-    mine = (t >= low - first.to(tl.int32)) & (t < high - first.to(tl.int32))
+    t, mine = _chunk(low, high, first, slot.shape[0])
     tl.store(out + to + first + t, slot.to(out.dtype.element_ty), mine)
 
 
@@ -70,10 +76,8 @@ def kv_indices_kernel(
         to = _reach(indptr, i, bs, size)
         fits = tl.minimum(length, _reach(indptr, i + 1, bs, size) - to)
     known = (request >= 0) & (request < rows)
-    # A start further outside is as much outside, and nothing wraps. Within a request numbers fit 32 bits.
-    start = tl.minimum(tl.maximum(start, -2147483648), width)
-    low = tl.minimum(tl.maximum(-start, 0), length).to(tl.int32)
-    high = tl.where(known, tl.minimum(width - start, length), 0).to(tl.int32)
+    start, low, high = inside(start, 0, length, width)
+    high = tl.where(known, high, 0)
     row = table + tl.where(known, request, 0) * stride + start
     first = part * CHUNK
     # Of a request's parts those without a slot end; where sums are made, that would be to wait for its length first.

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor, int64
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal.backends.cuda._spans import MANY, Tile, extents, lengths_and_starts, slot_of, steps, turns
+from hal.backends.cuda._spans import MANY, Tile, extents, inside, lengths_and_starts, slot_of, steps, turns
 from hal.triton import launch
 from hal.triton.plans import Plan, length, plans
 
@@ -25,10 +25,7 @@ def pages_of(start, skipped, count, end, PAGE: tl.constexpr):
     """(the page to count from, what lies ahead of a request's token 0 from there on, the tokens [low, high) of `count`
     that are inside a table of `end`), the last three in int32: token t has page ``(ahead + t) // PAGE`` of these, where
     the sum, taken as unsigned, is below 2^32."""
-    # A start further outside is as much outside, and nothing wraps.
-    base = tl.minimum(tl.maximum(start, -2147483648), end) + skipped
-    low = tl.minimum(tl.maximum(-base, 0), count).to(tl.int32)
-    high = tl.minimum(tl.maximum(end - base, 0), count).to(tl.int32)
+    base, low, high = inside(start, skipped, count, end)
     page = tl.maximum(base, 0) // PAGE
     return page, (base - page * PAGE).to(tl.int32), low, high
 
