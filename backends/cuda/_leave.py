@@ -21,12 +21,12 @@ TOGETHER = gl.constexpr(4)
 
 
 @gluon.jit
-def _log_sums(top, total, unit, FP8: gl.constexpr):
+def _log_sums(top, total, FP8: gl.constexpr):
     """Of weights, in units of log 2."""
     some = total != 0.0
     if FP8:
         total *= 2.0**-SHIFT
-    sums = top * unit + gl.log2(gl.where(some, total, 1.0))
+    sums = top + gl.log2(gl.where(some, total, 1.0))
     return gl.where(some, sums, ABSENT)
 
 
@@ -50,7 +50,7 @@ def leave(
 ):  # fmt: skip
     """A tile's outputs: by way of shared memory, where there is none left that of the queries, so that they leave in
     rows of whole sectors."""
-    acc, top, total, unit = found
+    acc, top, total = found
     turns, done, begin, q_empty = where
     D: gl.constexpr = acc.shape[1]
     share = v_factor / gl.where(total != 0.0, total, 1.0)
@@ -74,7 +74,7 @@ def leave(
     forget(turns, done)
     if LSE:
         at, head, asked = query(r, tile, HEADS)
-        gl.store(lse + (at * Q_HEADS + head), _log_sums(top, total, unit, FP8) * LN2, asked)
+        gl.store(lse + (at * Q_HEADS + head), _log_sums(top, total, FP8) * LN2, asked)
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def leave_part(
     WIDTH: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What is found over a part of a tile's keys, for the merge: a row is a token's of the tile, and a head's."""
-    acc, top, total, unit = found
+    acc, top, total = found
     turns, done, begin, q_empty = where
     SUMS: gl.constexpr = acc.type.layout
     tile = tile_of(turns, done)
@@ -100,7 +100,7 @@ def leave_part(
     _, head, asked = query(r, tile, HEADS)
     first = line.to(gl.int64) * LINES
     line = _line_of(r, head, tile, Q_HEADS, HEADS)
-    gl.store(part_lse + (first + line), _log_sums(top, total, unit, FP8), asked)
+    gl.store(part_lse + (first + line), _log_sums(top, total, FP8), asked)
     share = gl.convert_layout(v_factor / gl.where(total != 0.0, total, 1.0), gl.SliceLayout(1, SUMS))
     r = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     _, head, asked = query(r, tile, HEADS)

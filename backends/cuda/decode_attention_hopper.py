@@ -82,10 +82,10 @@ def _multiply(W: gl.constexpr, STEP: gl.constexpr, q_tiles, k, full, phase, s, z
 
 
 @gluon.jit
-def _shrink(top, new, by):
+def _shrink(top, new):
     """(what is subtracted from logits, what earlier sums shrink by) where the largest logit grew from top to new."""
-    base = gl.where(new == ABSENT, 0.0, new) * by
-    return base, gl.exp2(top * by - base)
+    base = gl.where(new == ABSENT, 0.0, new)
+    return base, gl.exp2(top - base)
 
 
 @gluon.jit
@@ -99,8 +99,9 @@ def _softmax(s, top, there, edge, j, high, first, by, FP8: gl.constexpr, GROUP: 
             last = first + token_of(gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)), GROUP, TOKENS)
             seen = seen & (entries[None, :] < last[:, None])
         s = gl.where(seen, s, ABSENT)
-    new = gl.maximum(top, gl.max(s, 1))
-    base, keep = _shrink(top, new, by)
+    # Rounded once: as a fused top * by - base, where top stays, is not 0, sums would shrink with each tile.
+    new = gl.maximum(top, gl.max(s, 1) * by)
+    base, keep = _shrink(top, new)
     if FP8:
         base = base - SHIFT
     return gl.exp2(s * _by_row(by, FP8) - base[:, None]), keep, new
@@ -112,12 +113,12 @@ def _shrunk(acc, keep):
 
 
 @gluon.jit
-def _begin_theirs(PART: gl.constexpr, acc, top, total, k, tops, p_full, ready, by, zero, ROW: gl.constexpr):
+def _begin_theirs(PART: gl.constexpr, acc, top, total, k, tops, p_full, ready, zero, ROW: gl.constexpr):
     """The sums of the other group's tile by its weights, begun; the largest logit by now, and the sum of weights."""
     mbarrier.wait(p_full.index(1 - PART), ready)
     fence_async_shared()
     new = tops.index(1 - PART).load(ROW)
-    _, keep = _shrink(top, new, by)
+    _, keep = _shrink(top, new)
     begun = warpgroup_mma(
         k[2].index(1 - PART + zero), k[PART].index(1 - PART + zero), _shrunk(acc, keep), is_async=True
     )
@@ -170,7 +171,7 @@ def _work(
         j = low + t * KEYS
         zero = _zero(t)
         if t > 0:
-            begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, by, zero, ROW)
+            begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, zero, ROW)
             s_begun = _multiply(PART, 0, q_tiles, k, full, phase, none, zero)
             acc = warpgroup_mma_wait(1, [begun])
             gl.thread_barrier()
@@ -198,7 +199,7 @@ def _work(
         phase ^= 1
     if (tiles - 1) % 2 != PART:
         zero = _zero(tiles)
-        begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, by, zero, ROW)
+        begun, top, total = _begin_theirs(PART, acc, top, total, k, tops, p_full, ready, zero, ROW)
         acc = warpgroup_mma_wait(0, [begun])
 
     totals.index(PART).store(total)
@@ -211,7 +212,7 @@ def _work(
     whole = gl.where(some, total, 1.0)
     if PART == 0:
         r = gl.arange(0, ROWS, ROW)
-        logs = top * by + gl.log2(whole)
+        logs = top + gl.log2(whole)
         if FP8:
             logs = logs - SHIFT
         logs = gl.where(some, logs, ABSENT)

@@ -56,8 +56,8 @@ def _over(
     """The running softmax over entries [low, high), and whether one of them was no slot.
 
     Every row sees all of [inner, full): only tiles outside are masked. Unless STRICT the result counts only if every
-    entry was a slot: a key that is not there has been taken for one of zeros. `top` and the logits are in units
-    of 1 / `by`.
+    entry was a slot: a key that is not there has been taken for one of zeros. Logits are in units of 1 / `by`, and
+    `top` is of log 2.
     """
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -96,10 +96,11 @@ def _over(
             if V_PAGE:  # else v lies as k does
                 row = place(slot, vc_page, vc_token, V_PAGE)
             v = tile(v_base, row, ok, 0, DV_PAD, DV).to(q0.dtype)
-        new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new == float("-inf"), 0.0, new) * unit
+        # Rounded once: as a fused top * unit - base, where top stays, is not 0, sums would shrink with each tile.
+        new = tl.maximum(top, tl.max(s, 1) * unit)
+        base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s * unit - base[:, None])
-        keep = tl.exp2(top * unit - base)
+        keep = tl.exp2(top - base)
         total = total * keep + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         if SETTLED:
@@ -227,8 +228,7 @@ def extend_attention_kernel(
         to = out + (at * out_row + head * out_head)[:, None] + d
         tl.store(to, acc.to(out.dtype.element_ty), there[:, None] & (d < DV))
         if LSE:
-            unit = LOG2E if CAP else by
-            sums = tl.where(some, top * unit + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+            sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
             tl.store(lse + at * Q_HEADS + head, sums * LN2, there)
 
 

@@ -87,13 +87,14 @@ def _softmax(
         if WINDOW:
             seen = seen & (block >= (position - window)[:, None] - rest)
         s = gl.where(seen, s, ABSENT)
-    new = gl.maximum(top, gl.max(s, 1))
-    base = gl.where(new == ABSENT, 0.0, new) * unit
+    # Rounded once: as a fused top * unit - base, where top stays, is not 0, sums would shrink with each tile.
+    new = gl.maximum(top, gl.max(s, 1) * unit)
+    base = gl.where(new == ABSENT, 0.0, new)
     shifted = base
     if FP8:
         shifted = base - SHIFT
     p = gl.exp2(s * _by_row(unit, FP8 and not CAP) - shifted[:, None])
-    keep = gl.exp2(top * unit - base)
+    keep = gl.exp2(top - base)
     sums = _sums(p)
     total = total * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return p, keep, new, total
@@ -296,7 +297,7 @@ def _multiply(
                 mbarrier.arrive(q_empty.index(place))
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LOGITS))
-        found = (acc, top, total, unit)
+        found = (acc, top, total)
         where = (turns, done, begin, q_empty.index(place))
         if SPLIT or LONG_FIRST:
             line = line_of(turns, done)
