@@ -74,16 +74,27 @@ def merge_kernel(
     part, part_lse, out, lse, out_row: tl.int64, out_head: tl.int64, n: tl.int32, programs: tl.int32,
     Q_HEADS: tl.constexpr, TOKENS: tl.constexpr, DV: tl.constexpr, PIECE: tl.constexpr, LSE: tl.constexpr,
     ROWS: tl.constexpr, REQUESTS: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr, UNIT: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of those requests that have more than one, ROWS at once: PIECE elements of a head of every so
     manieth request a program, of REQUESTS of them side by side; TOKENS: of query tokens, in tiles of up to so many, of
     each token. EARLY: the next kernel may begin while parts are still made. Where those who make them share
-    multiprocessors, its programs would crowd where the first of these end."""
+    multiprocessors, its programs would crowd where the first of these end. TOLD: ahead of the sums it says whether
+    there is anything to merge, before this launch may begin."""
+    NOTE: tl.constexpr = 4 if TOKENS else 2
+    ROW: tl.constexpr = Q_HEADS * max(TOKENS, 1)
+    at = notes(part_lse, n, programs, ROW)
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    idle = n < 0
+    if TOLD:
+        # One program waits none the less: whoever waits for this launch's end waits for that of the one before.
+        told = tl.load(part_lse - 1, volatile=True).to(tl.int32, bitcast=True)
+        idle = (tl.program_id(0) > 0) & (told == 0)
+        n = tl.where(idle, 0, n)
     if PDL:
-        if EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
+        if not idle:
+            gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
     out_row, out_head = out_row * UNIT, out_head * UNIT
@@ -93,9 +104,6 @@ def merge_kernel(
     d = line // Q_HEADS * PIECE + tl.arange(0, PIECE)
     unit = line // Q_HEADS * PIECE // (DV // 2) if HALVES else 0
     apart = tl.num_programs(0) // LINES
-    ROW: tl.constexpr = Q_HEADS * max(TOKENS, 1)
-    NOTE: tl.constexpr = 4 if TOKENS else 2
-    at = notes(part_lse, n, programs, ROW)
     each = tl.arange(0, ROWS)
     for first in range(tl.program_id(0) // LINES, n, 16 * apart):
         # Mostly there is nothing to merge: seen by one look.
@@ -135,15 +143,16 @@ def merge_kernel(
 
 
 def steps(
-    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[tuple[str, int, int], ...], least: int, most: int
+    run: launch.Launch, v_dim: int, args: tuple[Any, ...], some: tuple[tuple[str, int, int], ...], least: int,
+    most: int, told: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
     """What merges the parts that `run` leaves, in a form that follows from how many lines there are: of a request, or
-    query token, more than `least` and no more than `most` of these, and head each."""
+    query token, more than `least` and no more than `most` of these, and head each. `told`: `run` says whether any."""
     heads = run.static["Q_HEADS"]
     same = {name: run.static[name] for name in ("Q_HEADS", "LSE", "UNIT", "PDL", "launch_pdl")}
     same |= {"TOKENS": run.static.get("TOKENS", 0)}
     same |= {name: run.static.get(name, False) for name in ("HALVES", "PAIRED")}
-    same |= {"DV": v_dim, "EARLY": v_dim == 512}
+    same |= {"DV": v_dim, "EARLY": v_dim == 512, "TOLD": told}
     row = tuple(step // run.static["UNIT"] for step in args[4:6])
     args = (*args[:4], *row, *args[6:])
     low = least

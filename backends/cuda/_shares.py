@@ -14,12 +14,15 @@ and its request added up: no two are the same, as from one part to the next the 
 Source: "Stream-K" (Osama et al., PPoPP 2023), which shares out a product's tiles so; here, of attention's keys.
 """
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
 from hal.backends.cuda import _split
 from hal.backends.cuda._attention import entry
 from hal.backends.cuda._split import counts, even, seen, shortest, total_of, wider
+from hal.triton.plans import MOST
 
 BEGUN = tl.constexpr(2)
 """Tiles that as much time as to begin a request would be for: its queries, the first rows, what is left at the end."""
@@ -28,6 +31,18 @@ LONG_ENOUGH = tl.constexpr(8)
 AT_LEAST = tl.constexpr(10)
 """Sixteenths of the programs that run at once which whole requests take as long as, where they are fewer."""
 HUGE = tl.constexpr(2**31 - 1)
+
+
+def waves(programs: int) -> Iterator[tuple[int, int, bool]]:
+    """(of more than how many requests, of up to how many, whether those may each be a program's, or two of them one's,
+    and none split, if they are alike): as many as fill programs, or little fewer."""
+    low = -1
+    for most in (programs, 2 * programs):
+        few = most - programs // 8 - 1
+        yield low, few, False
+        yield few, most, True
+        low = most
+    yield low, MOST, False
 
 
 @triton.jit
@@ -43,17 +58,19 @@ def find(
     kv_indptr, each, c, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, STEP: tl.constexpr,
     SLACK: tl.constexpr,
 ):  # fmt: skip
-    """(keys, share, first, stop, before): program c has something of requests [first, stop).
+    """(keys, share, first, stop, before, alone): program c has something of requests [first, stop).
 
     With a `share` of 0 that is one part, of at most so many `keys`, and `before` are the parts of requests before. Else
     it is what falls into its share of what all requests count, by tiles of so many `keys`; `before` is what those
     before `first` count. SLACK: so many tiles more than its share a program may have, if then each has one part, or
-    whole requests, and fewer parts are to be begun and merged. ``each``: as in `_split.py`.
+    whole requests, and fewer parts are to be begun and merged. `alone`: whether no request has several parts.
+    ``each``: as in `_split.py`.
     """
     BLOCK: tl.constexpr = each.shape[0]
     n = seen(kv_indptr, each, nnz, bs, 0, False)
     keys, share, first, before = c * 0, c * 0, c, c
     aligned = False
+    alone = c < 0
     if bs <= min(BLOCK, programs):
         total = total_of(n, 1)
         most = even(total, programs, shortest(total, SHORTEST, FEW_PARTS), 0)
@@ -66,6 +83,7 @@ def find(
         tiles = tl.minimum(total, 2**30).to(tl.int32) // STEP + (BEGUN + 1) * bs
         part = _tiles(tl.minimum(keys, tl.max(n)), STEP, STEP)
         aligned = (tl.max(stops) <= programs) & (part <= tiles // programs + SLACK)
+        alone = aligned & (tl.max(stops) == bs)
     stop = first + 1
     if not aligned:
         keys, total, longest = _counted(kv_indptr, n, each, nnz, bs, 0, STEP, False)
@@ -73,9 +91,10 @@ def find(
         whole = BEGUN + _tiles(longest, keys, STEP)
         if whole * tl.cast(bs, tl.int64) == total:  # all are as long
             several = ((share - 1) // whole + 1) * whole
-            share = tl.where((whole <= share) & (several <= share + SLACK), several, share)
+            alone = (whole <= share) & (several <= share + SLACK)
+            share = tl.where(alone, several, share)
         first, stop, before = _by_shares(kv_indptr, n, each, c, nnz, bs, 0, keys, share, STEP, False)
-    return keys, share, first, tl.minimum(stop, bs), before
+    return keys, share, first, tl.minimum(stop, bs), before, alone
 
 
 @triton.jit
@@ -154,21 +173,25 @@ def find_own(
     kv_indptr, few, many, c, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, STEP: tl.constexpr,
     SLACK: tl.constexpr,
 ):  # fmt: skip
-    """`find`, of any number of requests; of one program, or one request, with less to look at."""
+    """`find`, of any number of requests; of one program, or one request, with less to look at. Programs beyond them
+    have nothing. Whether one request is `alone` is not asked."""
     keys, share, first, stop, before = tl.cast(tl.maximum(nnz, 1), tl.int32), tl.cast(0, tl.int32), c, c + 1, c
+    alone = c < 0
     if programs > 1:
-        if bs == 1:
+        if c >= programs:
+            stop = c
+        elif bs == 1:
             keys, first, before, _ = _split.find_one(kv_indptr, c, nnz, programs, 0, SHORTEST, FEW_PARTS, False)
             stop = first + 1
         elif bs <= few.shape[0]:
-            keys, share, first, stop, before = find(
+            keys, share, first, stop, before, alone = find(
                 kv_indptr, few, c, nnz, bs, programs, SHORTEST, FEW_PARTS, STEP, SLACK
             )
         else:
-            keys, share, first, stop, before = find(
+            keys, share, first, stop, before, alone = find(
                 kv_indptr, many, c, nnz, bs, programs, SHORTEST, FEW_PARTS, STEP, SLACK
             )
-    return keys, share, first, tl.minimum(stop, bs), before
+    return keys, share, first, tl.minimum(stop, bs), before, alone
 
 
 @triton.jit

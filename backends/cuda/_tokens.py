@@ -94,7 +94,7 @@ def taken(
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", part, sums, "k_scale", "v_scale", *strides,
             length("k_cache", by=page_size(k_cache)), nnz, bs, parts, max(0, window), "scale", "logit_cap",
-            "qo_indptr", n,
+            "qo_indptr", n, *((0,) if "FEW_HEADS" in each.static else ()),
         )  # fmt: skip
         grid = n.times(blocks) + (parts * blocks if parts > 1 else 0)
         steps.append(Step(each, grid, args, (("q", least, longest),)))

@@ -23,7 +23,7 @@ from hal.backends.cuda import _attention, _merge
 from hal.backends.cuda._attend import attend
 from hal.backends.cuda._cache import scale_kind
 from hal.backends.cuda._device import arch, multiprocessors, next_power_of_2, pdl
-from hal.backends.cuda._shares import find_uneven
+from hal.backends.cuda._shares import find_uneven, waves
 from hal.backends.cuda._shares import keys_of as share_of
 from hal.backends.cuda._split import find, find_one, keys_of, note
 from hal.kv.view import copy_unit, fuse_pages, page_size
@@ -320,6 +320,10 @@ def _forms(
     # Split for one program alone, each request is one part, and there is nothing to merge.
     yield run, 1, (("kv_indices", -1, WHOLE),)
     several = ("kv_indices", WHOLE, 2**31)
+    if "FEW_HEADS" in run.static:
+        for low, high, _ in waves(programs):
+            yield run, programs, (several, ("q", low, high))
+        return
     deep = deep_of(q, k_cache, v_cache) if run.kernel is decode_attention_kernel else None
     at_once = min(deep.at_once * _sms(q.get_device()), COUNTERS) // blocks if deep else 0
     if deep is None or at_once < 2:
@@ -364,15 +368,18 @@ def _plans(
     )
     forms = tuple(_forms(run, programs, blocks, q, k_cache, v_cache, window + 1 if sliding_window >= 0 else 2**31))
     lines = length("q", times=q_heads) + max(each for _, each, _ in forms) * q_heads
-    part, sums = Scratch(Size()), Scratch(lines.times(v_dim))  # behind the sums: `note`
+    # Ahead of the sums: `_tell`, with what keeps them in line; behind them: `note`.
+    part, sums = Scratch(Size()), Scratch(lines.times(v_dim) + 4)
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
     no_tokens = (None, 0) if "TOKENS" in run.static else ()
+    whole = [("q", low, high) for low, high, alone in waves(programs) if alone]
     for form, parts, some in forms:
+        late = "FEW_HEADS" in form.static and some[-1] in whole
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", *counters, part, sums, "k_scale",
             "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts,
-            window, "scale", "logit_cap", *no_tokens,
+            window, "scale", "logit_cap", *no_tokens, *((int(late),) if "FEW_HEADS" in form.static else ()),
         )  # fmt: skip
         requests = length("q", times=blocks)
         if parts > 1 and "FEW_HEADS" in run.static:
@@ -384,8 +391,8 @@ def _plans(
             merge = (part, sums, to, "lse", *row, length("q"), parts)
             _, least, most = next((each for each in some if each[0] == "q"), ("q", -1, MOST))
             some = tuple(each for each in some if each[0] != "q")
-            steps += _merge.steps(form, v_dim, merge, some, least, most)
-    return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2), returns)
+            steps += _merge.steps(form, v_dim, merge, some, least, most, late)
+    return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2) + 4, returns)
 
 
 @_plans.launcher

@@ -243,6 +243,25 @@ def _init_barriers(q_full, done, full, empty, p_full, FP8: gl.constexpr, MAP: gl
 
 
 @gluon.jit
+def _launch_where(some):
+    """`gdc_launch_dependents`, where `some`. Not behind a branch, for which who fetches would put registers aside."""
+    LAUNCH: gl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.b32 $0, 0; }"
+    gl.inline_asm_elementwise(LAUNCH, "=r,r", [some.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _tell(part_lse, alone):
+    """Whether there is something to merge, to the launch that does, before it may begin: where there is not, all of its
+    programs but one need not wait for this launch's end. Seen by all before any warp says that it may begin."""
+    # The first program's; not behind a branch, for which who fetches would put registers aside.
+    STORE: gl.constexpr = """{ .reg .pred p; setp.eq.s32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2;
+        @p fence.acq_rel.gpu; mov.b32 $0, 0; }"""
+    some = [(part_lse - 1).to(gl.int64), gl.where(alone, 0, 1), gl.program_id(0)]
+    gl.inline_asm_elementwise(STORE, "=r,l,r,r", some, dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _keep(to, i: gl.constexpr, x):
     """A number, for all warps that get to it past a barrier."""
     to.index(i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
@@ -271,7 +290,7 @@ def _end_barriers(q_full, done, full, empty, p_full):
     do_not_specialize=(
         "kv_indptr", "kv_indices", "lse", "part_lse", "q_row", "q_head", "kc_page", "kc_token", "kc_head", "vc_page",
         "vc_token", "vc_head", "out_row", "out_head", "num_slots", "nnz", "bs", "programs", "window", "scale", "cap",
-        "qo_indptr", "n",
+        "qo_indptr", "n", "late",
     ),
 )  # fmt: skip
 def decode_attention_hopper_kernel(
@@ -279,7 +298,7 @@ def decode_attention_hopper_kernel(
     q_row: gl.int64, q_head: gl.int64, kc_page: gl.int64, kc_token: gl.int64, kc_head: gl.int64,
     vc_page: gl.int64, vc_token: gl.int64, vc_head: gl.int64, out_row: gl.int64, out_head: gl.int64,
     num_slots: gl.int64, nnz: gl.int64, bs: gl.int32, programs: gl.int32, window: gl.int32, scale, cap,
-    qo_indptr, n: gl.int32, map,
+    qo_indptr, n: gl.int32, late: gl.int32, map,
     Q_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
     UNIT: gl.constexpr, SHORTEST: gl.constexpr, FEW_PARTS: gl.constexpr, BLOCK: gl.constexpr, FEW: gl.constexpr,
     PDL: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
@@ -336,7 +355,10 @@ def decode_attention_hopper_kernel(
         _init_barriers(q_full, done, full, empty, p_full, FP8, MAP)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if TOKENS:
+            gdc_launch_dependents()
+        else:
+            _launch_where(late == 0)
     c = gl.program_id(0) // BLOCKS
     few = gl.arange(0, FEW, gl.BlockedLayout([FEW // 32], [32], [gl.num_warps()], [0]))
     many = gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
@@ -350,9 +372,12 @@ def decode_attention_hopper_kernel(
         note_none(qo_indptr, part_lse, falls, c, n, bs, programs, LINES)
         stop_request = bs
     else:
-        keys, share, first_request, stop_request, before = find_shares(
+        keys, share, first_request, stop_request, before, alone = find_shares(
             kv_indptr, few, many, c, nnz, bs, programs, SHORTEST, FEW_PARTS, KEYS, MORE
         )
+        _tell(part_lse, alone)
+        if PDL:
+            gdc_launch_dependents()
 
     # While a request is worked on registers are short: what is needed after it is in shared memory.
     own = gl.allocate_shared_memory(gl.int32, [9, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -134,20 +134,31 @@ def test_rows_that_a_map_can_not_tell_of_come_one_by_one() -> None:
 @pytest.mark.parametrize("cache", [None, "e4m3"])
 @pytest.mark.parametrize("heads", [128, 16])
 def test_parts_are_left_in_halves(heads: int, cache: str | None) -> None:
-    """And programs are those that run at once, with no more beside them than requests: shares are theirs."""
+    """And programs are those that run at once, with no more beside them than requests: shares are theirs. Who merges is
+    told whether there is anything where who splits says so: of about as many requests as programs, or twice."""
     from hal.backends.cuda import inspect
     from hal.backends.cuda.decode_attention import _plans
 
     args = made(q_heads=heads, cache_dtype=cache)
     with inspect.record():
         plan = _plans.make(*(args[name] for name in _plans.names))
-    _, split, *merges = plan.steps
-    assert split.run.kernel.name == "decode_attention_hopper_kernel"
-    assert {step.run.kernel.name for step in merges} == {"merge_kernel"}
-    for step in (split, *merges):
+    _, *steps = plan.steps
+    assert {step.run.kernel.name for step in steps} == {"decode_attention_hopper_kernel", "merge_kernel"}
+    splits = [step for step in steps if step.run.kernel.name != "merge_kernel"]
+    for step in steps:
         assert step.run.static["HALVES"]
         assert step.run.static["PAIRED"] == (cache is None or heads > 32)
-    assert split.grid.value({"q": 10**6}) == 2 * split.grid.value({"q": 0})
+    assert splits[-1].grid.value({"q": 10**6}) == 2 * splits[0].grid.value({"q": 0})
+    programs = splits[0].args[[p.name for p in splits[0].run.args].index("programs")]
+    late = set()
+    for bs in range(1, 3 * programs):
+        split, merge = (s for s in steps if all(a != "q" or low < bs <= high for a, low, high in s.where))
+        assert merge.run.static["TOLD"] == bool(split.args[-1])
+        late |= {bs} if split.args[-1] else set()
+    assert late == {
+        *range(programs - programs // 8, programs + 1),
+        *range(2 * programs - programs // 8, 2 * programs + 1),
+    }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's compiler is not to be had in the interpreter lane")
@@ -170,3 +181,36 @@ def test_no_form_spills_or_has_its_products_serialized(form: dict[str, Any], tmp
     assert spills == 0
     assert compiled.metadata.shared <= 232_448
     assert not serialized(compiled.asm["ptx"], tmp_path)
+
+
+@pytest.mark.skipif(not HOPPER or INTERPRETED, reason="runs on Hopper")
+@pytest.mark.parametrize("heads", [128, 16])
+def test_batches_with_and_without_parts_in_turns(heads: int) -> None:
+    """Whether there is something to merge is said for each call anew, in memory that the one before had, and before
+    that which is to be merged is there. Calls follow each other with nothing in between, in a graph and not."""
+    from hal.backends.cuda import inspect
+
+    def on_device(bs: int) -> dict[str, Any]:
+        args = made(q_heads=heads, bs=bs, lengths="full", longest=700, slots=4800)
+        return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+
+    call, turns = inspect.launcher("decode_attention"), 40
+    batches = [on_device(bs) for bs in ((120, 140, 20) if heads == 16 else (60, 70, 8))]
+    first = [get_spec("decode_attention").reference(**{**args, "out": None}).clone() for args in batches]
+    outs = [torch.full_like(one, torch.nan) for _ in range(turns) for one in first]
+
+    def all_turns() -> None:
+        for i, out in enumerate(outs):
+            call(**{**batches[i % 3], "out": out})
+
+    all_turns()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_turns()
+    for _ in range(2):
+        for i, out in enumerate(outs):
+            torch.testing.assert_close(out, first[i % 3], rtol=2e-2, atol=2e-2)
+            assert torch.equal(out, outs[i % 3])
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()

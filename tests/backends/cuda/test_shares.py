@@ -42,14 +42,16 @@ def put(at, request, begin, parts, low, high, line, leads, share):  # type: igno
 
 @triton.jit
 def shares_kernel(  # type: ignore[no-untyped-def]
-    indptr, to, nnz, bs, programs, STEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+    indptr, to, lonely, nnz, bs, programs, STEP: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
     SLACK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """What each program has, by eight numbers a request."""
+    """What each program has, by eight numbers a request; whether the first says that nothing is split."""
     c = tl.program_id(0)
-    keys, share, first, stop, before = find_own(
+    keys, share, first, stop, before, alone = find_own(
         indptr, tl.arange(0, FEW), tl.arange(0, MANY), c, nnz, bs, programs, STEP, 0, STEP, SLACK
     )
+    if c == 0:
+        tl.store(lonely, alone)
     at = to + c * (8 * MOST)
     for request in range(first, stop):
         begin, parts, low, high, line, leads, before = keys_of(indptr, request, c, before, nnz, keys, share, STEP)
@@ -94,15 +96,20 @@ class Share(NamedTuple):
     share: int
 
 
-def shares(lengths: list[int], programs: int, indptr: Any = None) -> list[Share]:
+def shares(lengths: list[int], programs: int, indptr: Any = None, alone: bool = False) -> list[Share]:
+    """`alone`: it must be said that nothing is split; it may be only where nothing is."""
     device = "cuda" if CUDA else "cpu"
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0) if indptr is None else torch.tensor(indptr)
     starts = starts.to(device, torch.int32)
     bs = len(starts) - 1
     grid = programs + min(bs, programs) if programs > 1 else bs + 1
     to = torch.full((grid, MOST, 8), -1, dtype=torch.int32, device=device)
-    shares_kernel[(grid,)](starts, to, int(starts.max()), bs, programs, STEP, FEW, MANY, SLACK, MOST)
-    return _found(to)
+    lonely = torch.zeros(1, dtype=torch.bool, device=device)
+    shares_kernel[(grid,)](starts, to, lonely, int(starts.max()), bs, programs, STEP, FEW, MANY, SLACK, MOST)
+    found = _found(to)
+    assert not alone or bool(lonely)
+    assert not bool(lonely) or {x.parts for x in found} == {1}
+    return found
 
 
 def uneven(lengths: list[int], programs: int, window: int = -1, indptr: Any = None) -> list[Share]:
@@ -228,7 +235,7 @@ def test_shares_are_even(bs: int, longest: int) -> None:
 def test_equal_parts_and_whole_requests_where_programs_are_full_by_them(
     lengths: list[int], programs: int, parts: list[int]
 ) -> None:
-    found = shares(lengths, programs)
+    found = shares(lengths, programs, alone=len(parts) > 1 and max(parts) == 1)
     check(found, lengths, programs)
     assert [next(x.parts for x in found if x.request == i) for i in range(len(lengths))] == parts
 
