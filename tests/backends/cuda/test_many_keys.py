@@ -6,11 +6,10 @@ On a GPU (``ci/h200``) alone: where logits come from, an interpreter rounds what
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from many_keys import LIMIT, made, worst
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -18,9 +17,6 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available(), reason="no GPU"
 )
 
-KEYS = 1 << 17
-LIMIT = 1e-5
-"""Ten units in the last place of the sums, which are near 12."""
 E4M3 = torch.float8_e4m3fn
 FORMS: dict[str, tuple[str, int, tuple[int, int, int, int], torch.dtype, torch.dtype]] = {
     "extend-fp32": ("extend_attention", 3, (2, 1, 64, 64), torch.float32, torch.float32),
@@ -57,44 +53,10 @@ FORMS: dict[str, tuple[str, int, tuple[int, int, int, int], torch.dtype, torch.d
 """(op, queries, (query heads, key/value heads, head_dim, v_head_dim), of queries, of the cache)."""
 
 
-def made(form: str) -> dict[str, Any]:
-    """All queries see the same keys: where decode has many requests, a program has many tiles of one."""
-    op, n, (q_heads, kv_heads, dim, v_dim), dtype, cache = FORMS[form]
-    g = torch.Generator("cuda").manual_seed(len(form))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, device="cuda")
-
-    k = normal(KEYS, kv_heads, dim).to(cache)
-    v = k[..., :v_dim] if dim == 576 else normal(KEYS, kv_heads, v_dim).to(cache)
-    slots = torch.randperm(KEYS, generator=g, device="cuda").int()
-    requests = n if op == "decode_attention" else 1
-    args = {
-        "q": normal(n, q_heads, dim).to(dtype),
-        "k_cache": k,
-        "v_cache": v,
-        "kv_indptr": torch.arange(requests + 1, device="cuda") * KEYS,
-        "kv_indices": slots.repeat(requests),
-        "lse": torch.zeros(n, q_heads, device="cuda"),
-        "scale": dim**-0.5,
-    }
-    return args if op == "decode_attention" else {**args, "qo_indptr": torch.tensor([0, n]).cuda(), "causal": False}
-
-
-def truth(args: dict[str, Any], which: list[int]) -> Tensor:
-    """The sums of some queries."""
-    k = args["k_cache"].double()
-    q = args["q"][which].double().unflatten(1, (k.shape[1], -1))
-    return (torch.einsum("nhgd,jhd->nhgj", q, k) * args["scale"]).logsumexp(-1).flatten(1)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_sums_of_many_keys(form: str) -> None:
     from hal.backends.cuda import inspect
 
-    args = made(form)
+    args = made(*FORMS[form], "cuda")
     inspect.launcher(FORMS[form][0])(**args)
-    n = args["q"].shape[0]
-    which = [0, n // 2, n - 1]
-    worst = (args["lse"][which].double() - truth(args, which)).abs().max().item()
-    assert worst < LIMIT, f"{form}: {worst:.1e}"
+    assert worst(args) < LIMIT
