@@ -219,7 +219,7 @@ def test_a_hang_names_the_author_s_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_slow_is_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "import time; time.sleep(0.1)"
+    body = "import time; time.sleep(0.3)"
     source = "get_last_loc/leak/all"
     (tmp_path / "mine.py").write_text(MINE.format(body=body).replace("prefix_lens.clone()", "good(**locals())"))
     good = GOOD.replace("def get_last_loc", "def good")
