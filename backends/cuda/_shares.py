@@ -173,14 +173,12 @@ def find_own(
     kv_indptr, few, many, c, nnz, bs, programs, SHORTEST: tl.constexpr, FEW_PARTS: tl.constexpr, STEP: tl.constexpr,
     SLACK: tl.constexpr,
 ):  # fmt: skip
-    """`find`, of any number of requests; of one program, or one request, with less to look at. Programs beyond them
-    have nothing. Whether one request is `alone` is not asked."""
+    """`find`, of any number of requests; of one program, or one request, with less to look at. Whether one
+    request is `alone` is not asked."""
     keys, share, first, stop, before = tl.cast(tl.maximum(nnz, 1), tl.int32), tl.cast(0, tl.int32), c, c + 1, c
     alone = c < 0
     if programs > 1:
-        if c >= programs:
-            stop = c
-        elif bs == 1:
+        if bs == 1:
             keys, first, before, _ = _split.find_one(kv_indptr, c, nnz, programs, 0, SHORTEST, FEW_PARTS, False)
             stop = first + 1
         elif bs <= few.shape[0]:

@@ -250,13 +250,14 @@ def _launch_where(some):
 
 
 @gluon.jit
-def _tell(part_lse, alone):
-    """Whether there is something to merge, to the launch that does, before it may begin: where there is not, all of its
-    programs but one need not wait for this launch's end. Seen by all before any warp says that it may begin."""
+def _tell(part_lse, alone, late):
+    """Whether there is something to merge, to the launch that does, before it may begin, where that is `late`: where
+    there is not, all of its programs but one need not wait for this launch's end. Seen by all before any warp says that
+    it may begin."""
     # The first program's; not behind a branch, for which who fetches would put registers aside.
     STORE: gl.constexpr = """{ .reg .pred p; setp.eq.s32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2;
         @p fence.acq_rel.gpu; mov.b32 $0, 0; }"""
-    some = [(part_lse - 1).to(gl.int64), gl.where(alone, 0, 1), gl.program_id(0)]
+    some = [(part_lse - 1).to(gl.int64), gl.where(alone, 0, 1), gl.program_id(0) | (1 - late)]
     gl.inline_asm_elementwise(STORE, "=r,l,r,r", some, dtype=gl.int32, is_pure=False, pack=1)
     gl.thread_barrier()
 
@@ -375,7 +376,7 @@ def decode_attention_hopper_kernel(
         keys, share, first_request, stop_request, before, alone = find_shares(
             kv_indptr, few, many, c, nnz, bs, programs, SHORTEST, FEW_PARTS, KEYS, MORE
         )
-        _tell(part_lse, alone)
+        _tell(part_lse, alone, late)
         if PDL:
             gdc_launch_dependents()
 
