@@ -383,9 +383,9 @@ def _plans(
         )  # fmt: skip
         requests = length("q", times=blocks)
         if parts > 1 and "FEW_HEADS" in run.static:
-            # Those programs that run at once share all requests (`_shares.py`). Beside a few more, which end at once,
-            # what merges begins later, and gets in the way of fewer.
-            requests = requests.at_most(parts * blocks)
+            # Those programs that run at once share all requests (`_shares.py`). Beside a few more, which have nothing,
+            # what merges begins later, and gets in the way of fewer; not so where it is told that there is nothing.
+            requests = requests.at_most(0 if late else parts * blocks)
         steps.append(Step(form, requests + parts * blocks, args, some))
         if parts > 1 and not form.static.get("TOGETHER"):
             merge = (part, sums, to, "lse", *row, length("q"), parts)
