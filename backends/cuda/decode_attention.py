@@ -392,7 +392,8 @@ def _plans(
             _, least, most = next((each for each in some if each[0] == "q"), ("q", -1, MOST))
             some = tuple(each for each in some if each[0] != "q")
             steps += _merge.steps(form, v_dim, merge, some, least, most, late)
-    return Plan(tuple(steps), lines.times(v_dim + 1) + length("q", times=2) + 4, returns)
+    size = lines.times(v_dim + 1) + length("q", times=2) + 4
+    return Plan(tuple(steps), size, returns, _attention.brief(k_cache, v_cache))
 
 
 @_plans.launcher

@@ -438,12 +438,13 @@ def _plans(
         q, k_cache, v_cache, kv_indices, to, row, lse, causal, min(sliding_window, MOST_WINDOW), logit_cap > 0,
         k_scale, v_scale, shared, plain,
     )  # fmt: skip
+    brief = _attention.brief(k_cache, v_cache)
     if few and not few.few:
-        return Plan(few.steps, few.scratch, returns)
+        return Plan(few.steps, few.scratch, returns, brief)
     own = _own(
         q, k_cache, v_cache, returns, to, row, lse, causal, sliding_window, logit_cap, k_scale, v_scale, shared, plain
     )
-    return few.beside(own) if few else own
+    return (few.beside(own) if few else own)._replace(as_graph=brief)
 
 
 @_plans.launcher

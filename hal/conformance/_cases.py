@@ -30,7 +30,7 @@ DEVICE_PROOFS = {
 }
 PROOFS = {
     "value": "every element is right, the rest is bytewise untouched; bound and dispatched; two poisons",
-    "large": "the same, with offsets beyond 2^31 elements",
+    "large": "the same, with offsets beyond 2^31 elements, or over very many keys",
     "misaligned": "the same, with every tensor starting off a 16-byte boundary",
     "supports": "yes runs, no raises with nothing written, and would not have run",
     "errors": "a bad argument raises, names itself, writes nothing; a good call after it is right",

@@ -332,7 +332,8 @@ static PyObject *setup(PyObject *module, PyObject *given) {
 }
 
 static PyMethodDef functions[] = {
-  {"setup", setup, METH_VARARGS, NULL}, {"drive", drive, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+  {"setup", setup, METH_VARARGS, NULL}, {"drive", drive, METH_VARARGS, NULL},
+  {"graphs", graphs_kept, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "hal_call", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_hal_call(void) {

@@ -114,7 +114,7 @@ def module() -> Any:
 def _built() -> Any:
     """The module, from the cache or compiled into it."""
     source = Path(__file__).with_name("_call.c")
-    parts = (source, *(source.parents[1] / "triton" / n for n in ("_launch.c", "_plans.c")))
+    parts = (source, *(source.parents[1] / "triton" / n for n in ("_launch.c", "_graphs.c", "_plans.c")))
     text = b"".join(p.read_bytes() for p in parts) + sysconfig.get_config_var("SOABI").encode()
     path = Path(_env.cache_dir()) / f"hal_call-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):

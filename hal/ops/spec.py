@@ -57,7 +57,8 @@ class Sample:
         params: keyword arguments for `OpSpec.make`.
         tag: ``required``, or ``feature:<name>``.
         control: for a no-op sample (nothing may be written), the name of the non-empty sample beside it.
-        large: offsets beyond 2^31 elements; runs only where memory allows.
+        large: far more than the others, as offsets beyond 2^31 elements, or very many keys; runs once, alone, and only
+            where memory allows.
     """
 
     name: str

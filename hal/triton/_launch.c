@@ -215,15 +215,19 @@ static int ready(Launch *self, const uint32_t *key, int device, Started *to) {
   return 1;
 }
 
-/* 0: it failed, and says so. */
-static int begin(Started *all, int count, void *stream, pthread_mutex_t *together) {
+#include "_graphs.c"
+
+/* 0: it failed, and says so. `as_graph`: the device, where they may be begun at once, else -1. */
+static int begin(Started *all, int count, void *stream, pthread_mutex_t *together, int as_graph) {
   CUlaunchAttribute attribute;
   memset(&attribute, 0, sizeof attribute);
   attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
   attribute.value.allowed = 1;
   CUresult code = CUDA_SUCCESS;
+  const char *what = "cuLaunchKernelEx";
   Py_BEGIN_ALLOW_THREADS
   if (together != NULL) pthread_mutex_lock(together);
+  if (as_graph >= 0 && begin_as_graph(all, count, as_graph, stream, &code)) { what = "cuGraphLaunch"; count = 0; }
   for (Started *s = all; s < all + count && code == CUDA_SUCCESS; s++) {
     CUlaunchConfig config = {
       .gridDimX = s->grid[0], .gridDimY = s->grid[1], .gridDimZ = s->grid[2], .blockDimX = s->threads, .blockDimY = 1,
@@ -234,7 +238,7 @@ static int begin(Started *all, int count, void *stream, pthread_mutex_t *togethe
   }
   if (together != NULL) pthread_mutex_unlock(together);
   Py_END_ALLOW_THREADS
-  if (code != CUDA_SUCCESS) PyErr_Format(PyExc_RuntimeError, "hal: cuLaunchKernelEx: error %d", (int)code);
+  if (code != CUDA_SUCCESS) PyErr_Format(PyExc_RuntimeError, "hal: %s: error %d", what, (int)code);
   return code == CUDA_SUCCESS;
 }
 
@@ -261,7 +265,7 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t nargsf, Py
       || !read_arguments(self, args + 1, key, s.values, &device) || current_device(&now) != CUDA_SUCCESS || now != device
       || !ready(self, key, device, &s)) goto slow;
   if (s.grid[0] == 0 || s.grid[1] == 0 || s.grid[2] == 0) Py_RETURN_NONE;
-  if (exchange->stream(device_type, device, &stream) == 0) return begin(&s, 1, stream, NULL) ? Py_NewRef(Py_None) : NULL;
+  if (exchange->stream(device_type, device, &stream) == 0) return begin(&s, 1, stream, NULL, -1) ? Py_NewRef(Py_None) : NULL;
 slow:
   PyErr_Clear();
   return PyObject_Vectorcall(self->slow, args, nargsf, names);
@@ -382,13 +386,18 @@ static PyTypeObject launch_type = {
 #include "_plans.c"
 
 /* drive(device type, cuLaunchKernelEx, cuCtxGetDevice, cuStreamIsCapturing, runtime knobs, compilation knobs,
-   what makes a tensor of sizes, strides and a dtype on the current device, cuTensorMapEncodeTiled = 0) */
+   what makes a tensor of sizes, strides and a dtype on the current device, cuTensorMapEncodeTiled = 0, what makes and
+   launches graphs = ()) */
 static PyObject *drive(PyObject *module, PyObject *given) {
-  PyObject *r, *c, *e;
-  unsigned long long launch, device, capturing, encodes = 0;
+  PyObject *r, *c, *e, *g = NULL;
+  unsigned long long launch, device, capturing, encodes = 0, of_graphs[7] = {0};
   int type;
   (void)module;
-  if (!PyArg_ParseTuple(given, "iKKKOOO|K", &type, &launch, &device, &capturing, &r, &c, &e, &encodes)) return NULL;
+  if (!PyArg_ParseTuple(given, "iKKKOOO|KO!", &type, &launch, &device, &capturing, &r, &c, &e, &encodes, &PyTuple_Type, &g))
+    return NULL;
+  if (g != NULL && PyTuple_GET_SIZE(g) != 0
+      && !PyArg_ParseTuple(g, "KKKKKKK", &of_graphs[0], &of_graphs[1], &of_graphs[2], &of_graphs[3], &of_graphs[4],
+                           &of_graphs[5], &of_graphs[6])) return NULL;
   PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
   if (after == NULL) { Py_XDECREF(before); return NULL; }
   /* Nothing has failed: all of it from here on, or nothing. */
@@ -398,6 +407,16 @@ static PyObject *drive(PyObject *module, PyObject *given) {
   captures = (CUresult (*)(CUstream, int *))(uintptr_t)capturing;
   encode = (CUresult (*)(CUtensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
                          const uint32_t *, int, int, int, int))(uintptr_t)encodes;
+  for (Graph *old = kept, *next; old != NULL; old = next) { next = old->next; free(old); }
+  kept = NULL;
+  keeping = 0;
+  graphs.create = (CUresult (*)(CUgraph *, unsigned))(uintptr_t)of_graphs[0];
+  graphs.add = (CUresult (*)(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, const Node *))(uintptr_t)of_graphs[1];
+  graphs.connect = (CUresult (*)(CUgraph, const CUgraphNode *, const CUgraphNode *, const Edge *, size_t))(uintptr_t)of_graphs[2];
+  graphs.instantiate = (CUresult (*)(CUgraphExec *, CUgraph, unsigned long long))(uintptr_t)of_graphs[3];
+  graphs.destroy = (CUresult (*)(CUgraph))(uintptr_t)of_graphs[4];
+  graphs.set = (CUresult (*)(CUgraphExec, CUgraphNode, const Node *))(uintptr_t)of_graphs[5];
+  graphs.launch = (CUresult (*)(CUgraphExec, CUstream))(uintptr_t)of_graphs[6];
   Py_XSETREF(enter, before);
   Py_XSETREF(leave, after);
   Py_XSETREF(runtime, Py_NewRef(r));

@@ -9,7 +9,7 @@ typedef struct { int op; int64_t a, b; } Number;       /* a constant, a length, 
 typedef struct { char kind; int at; uint32_t key; Value value; } Source;   /* a constant, arg, number, scratch */
 typedef struct { Launch *launch; int ranges; struct { int arg; int64_t low, high; } range[RANGES]; int grid;
                  Source sources[MOST]; } Step;
-typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, numbers, scratch, returns;
+typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, numbers, scratch, as_graph, returns;
                       int64_t last; PyObject *dtype; Step *steps; Number number[NUMBERS]; int64_t key[]; } Plan;
 typedef struct Scratch { struct Scratch *next; int device; void *stream; int64_t size; uint64_t at; } Scratch;
 
@@ -132,7 +132,9 @@ static PyObject *start_plan(Plans *self, PyObject *const *args, Call *call) {
     s->grid[0] = (unsigned)grid;
     s->grid[1] = s->grid[2] = 1;
   }
-  if (!begin(all, count, stream, plan->scratch >= 0 ? &pairs : NULL)) Py_CLEAR(found);
+  /* With scratch, which a captured graph gets from Python, nothing is captured here. */
+  int at_once = plan->scratch >= 0 && plan->as_graph >= 0 && numbers[plan->as_graph] > 0;
+  if (!begin(all, count, stream, plan->scratch >= 0 ? &pairs : NULL, at_once ? call->device : -1)) Py_CLEAR(found);
   return found;
 none:
   Py_XDECREF(found);
@@ -241,16 +243,16 @@ static void drop_all(Plans *self) {
   self->plans = 0;
 }
 
-/* learn(call, numbers, steps, scratch, returns, last, dtype): do this for such a call from now on. Which number its
-   scratch is (-1: none). It returns an argument (-1: None), or, where `last` is not 0, a new tensor like it, its last
+/* learn(call, numbers, steps, scratch, as_graph, returns, last, dtype): do this for such a call from now on. Which
+   number its scratch is, and which says by being above 0 that launches are begun as a graph (-1: none). It returns an argument (-1: None), or, where `last` is not 0, a new tensor like it, its last
    size `last` (-1: the same), its dtype another or None. */
 static PyObject *learn(PyObject *object, PyObject *given) {
   Plans *self = (Plans *)object;
   PyObject *read, *numbers, *steps, *dtype;
-  int scratch, returns;
+  int scratch, as_graph, returns;
   long long last;
-  if (!PyArg_ParseTuple(given, "O!O!O!iiLO", &call_type, &read, &PyTuple_Type, &numbers, &PyTuple_Type, &steps, &scratch,
-                        &returns, &last, &dtype)) return NULL;
+  if (!PyArg_ParseTuple(given, "O!O!O!iiiLO", &call_type, &read, &PyTuple_Type, &numbers, &PyTuple_Type, &steps, &scratch,
+                        &as_graph, &returns, &last, &dtype)) return NULL;
   const Call *call = (Call *)read;
   if (PyTuple_GET_SIZE(steps) > STEPS || call->words == 0 || returns >= self->count || plan_of(self, call) != NULL)
     Py_RETURN_FALSE;
@@ -261,7 +263,9 @@ static PyObject *learn(PyObject *object, PyObject *given) {
   plan->last = last;
   plan->dtype = Py_NewRef(dtype);
   plan->scratch = scratch;
-  int good = plan->steps != NULL && numbers_of(numbers, self->count, plan) && scratch < plan->numbers;
+  plan->as_graph = as_graph;
+  int good = plan->steps != NULL && numbers_of(numbers, self->count, plan) && scratch < plan->numbers
+             && as_graph < plan->numbers;
   for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(steps); i++)
     if ((good = step_of(PyTuple_GET_ITEM(steps, i), self->count, plan->numbers, &plan->steps[i]))) plan->count++;
   if (!good) {

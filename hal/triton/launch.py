@@ -378,11 +378,27 @@ def _helper() -> Any:
         module = _native.module()
         cuda = 2  # DLPack's number
         encode = ctypes.cast(driver.cuTensorMapEncodeTiled, ctypes.c_void_p).value
-        module.drive(cuda, *addresses, knobs.runtime, knobs.compilation, _empty_strided(), encode)
+        module.drive(cuda, *addresses, knobs.runtime, knobs.compilation, _empty_strided(), encode, _of_graphs(driver))
         return module
     except Exception as e:  # whatever it is that is missing, Triton's own launch does the same
         _why_no_helper = f"{type(e).__name__}: {e}".splitlines()[0]
         return None
+
+
+GRAPHS_FROM = 12060
+"""The driver's version from which launching a graph takes no longer for each kernel of a chain. 13000 was measured."""
+
+
+def _of_graphs(driver: ctypes.CDLL) -> tuple[int | None, ...]:
+    """What ``_graphs.c`` makes and launches graphs by; nothing where the driver is older than that."""
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) or version.value < GRAPHS_FROM:
+        return ()
+    names = (
+        "cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags",
+        "cuGraphDestroy", "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch",
+    )  # fmt: skip
+    return tuple(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in names)
 
 
 def _empty_strided() -> Callable[..., torch.Tensor]:

@@ -156,6 +156,9 @@ class Plan(NamedTuple):
     """Elements of fp32 scratch that they share: one a device and stream, kept; a captured graph gets its own."""
     returns: str | Result | None = None
     """An argument, by its name, or a new tensor."""
+    as_graph: Size | None = None
+    """Where it is above 0, several launches that share scratch are begun at once (``_graphs.c``): less of the host, and
+    more of a device that is busy. For calls that the host takes longer for than the device."""
 
 
 class plans(dict[Any, Plan]):
@@ -280,8 +283,9 @@ class plans(dict[Any, Plan]):
             self.native.lend(device, stream, found.numel(), found.data_ptr())
         returns = plan.returns if isinstance(plan.returns, Result) else Result(plan.returns or "", 0)
         scratch = -1 if plan.scratch is None else number(plan.scratch + COUNTERS)
+        as_graph = -1 if plan.as_graph is None else number(plan.as_graph)
         like = at.get(returns.like, -1)
-        self.native.learn(call, tuple(numbers), steps, scratch, like, returns.last, returns.dtype)
+        self.native.learn(call, tuple(numbers), steps, scratch, as_graph, like, returns.last, returns.dtype)
 
     def _workspace(self, device: torch.device, size: int) -> Tensor:
         """fp32 scratch of at least `size` elements, zeros if it is kept."""

@@ -40,6 +40,14 @@ class Config(ctypes.Structure):
     ]
 
 
+class Node(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        *((n, ctypes.c_uint) for n in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        *((n, ctypes.c_void_p) for n in ("params", "extra", "kernel", "context")),
+    ]
+
+
 class Driver:
     """cuLaunchKernelEx, cuCtxGetDevice and cuStreamIsCapturing as functions of C."""
 
@@ -72,6 +80,83 @@ class Driver:
 
     def addresses(self) -> list[int]:
         return [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.functions]
+
+
+class Graphs:
+    """What makes and launches graphs, as functions of C that write down what they are told."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.made: list[list[tuple[int, int, int]]] = []
+        """Of each graph its edges: (node, next node, type)."""
+        self.of: list[list[int]] = []
+        """The kernels of its nodes."""
+        self.launched: list[tuple[int, int | None, list[tuple[int, tuple[int, ...], list[bytes]]]]] = []
+        """(graph, stream, what its nodes were set to)."""
+        self.destroyed: list[int] = []
+        self.fails: dict[str, int] = {}
+        """The codes that functions answer, by name."""
+        self.set: dict[int, tuple[int, tuple[int, ...], list[bytes]]] = {}
+        p, out, code = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int
+        node = ctypes.POINTER(Node)
+        kinds = {
+            "create": (out, ctypes.c_uint),
+            "add": (out, p, p, ctypes.c_size_t, node),
+            "connect": (p, out, out, ctypes.POINTER(ctypes.c_ubyte), ctypes.c_size_t),
+            "instantiate": (out, p, ctypes.c_ulonglong),
+            "destroy": (p,),
+            "change": (p, p, node),
+            "launch": (p, p),
+        }
+
+        def answers(name: str) -> Any:
+            def answer(*args: Any) -> int:
+                if not self.fails.get(name):
+                    getattr(self, name)(*args)
+                return self.fails.get(name, 0)
+
+            return answer
+
+        self.functions = [ctypes.CFUNCTYPE(code, *kind)(answers(name)) for name, kind in kinds.items()]
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.functions)
+
+    def create(self, out: Any, flags: int) -> None:
+        self.made.append([])
+        self.of.append([])
+        out[0] = len(self.made)
+
+    def add(self, out: Any, graph: int, before: Any, count: int, node: Any) -> None:
+        assert count == 0
+        self.of[graph - 1].append(node[0].function)
+        out[0] = 100 * graph + len(self.of[graph - 1])
+
+    def connect(self, graph: int, first: Any, then: Any, edge: Any, count: int) -> None:
+        assert count == 1
+        assert edge[0] == edge[2]
+        assert not any(edge[i] for i in (1, 3, 4, 5, 6, 7))
+        self.made[graph - 1].append((first[0], then[0], edge[2]))
+
+    def instantiate(self, out: Any, graph: int, flags: int) -> None:
+        out[0] = 1000 + graph
+
+    def destroy(self, graph: int) -> None:
+        self.destroyed.append(graph)
+
+    def change(self, ready: int, node: int, to: Any) -> None:
+        n = to[0]
+        assert node // 100 == ready - 1000
+        assert (n.by, n.bz, n.extra, n.kernel, n.context) == (1, 1, None, None, None)
+        count = self.driver.count[n.function] if isinstance(self.driver.count, dict) else self.driver.count
+        params = ctypes.cast(n.params, ctypes.POINTER(ctypes.c_void_p))
+        values = [ctypes.string_at(params[i], 8) for i in range(count)]
+        self.set[node] = n.function, (n.gx, n.gy, n.gz, n.bx, n.shared), values
+
+    def launch(self, ready: int, stream: int | None) -> None:
+        graph = ready - 1000
+        nodes = [self.set.pop(100 * graph + i) for i in range(1, len(self.of[graph - 1]) + 1)]
+        self.launched.append((graph, stream, nodes))
 
 
 @pytest.fixture(scope="module")

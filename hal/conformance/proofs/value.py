@@ -28,7 +28,7 @@ def large(run: Run) -> None:
     except (RuntimeError, OSError, MemoryError) as e:
         if isinstance(e, HalError):
             raise
-        raise Skip(NOT_RUN, f"no memory for offsets beyond 2^31: {first_line(e)}") from None
+        raise Skip(NOT_RUN, f"no memory for so large a sample: {first_line(e)}") from None
     run.prove(sample.params, ways=((BOUND, POISONS[1]),))
 
 

@@ -60,6 +60,8 @@ _bad = refused(make, bs=2, longest=3, prefix=2, lengths="full", slots=32, out="n
 _MLA = {"q_heads": 4, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "cache_view": "shared", "bs": 2}
 _PROMPT: dict[str, Any] = {"head_dim": 192, "v_head_dim": 128, "q_heads": 2, "kv_heads": 2}
 """DeepSeek's heads in a prompt."""
+_MANY = {"bs": 1, "lengths": "full", "longest": 1, "prefix": 70_000, "slots": 72_000, "q_heads": 2, "kv_heads": 1}
+"""So many keys that what sums lose with each tile of them adds up."""
 
 
 _LONG = {"bs": 2, "lengths": "full", "longest": 150, "prefix": 130, "slots": 600, "q_heads": 2, "kv_heads": 1}
@@ -100,6 +102,7 @@ PROOF = Proof(
         ),
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6}),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 2, "prefix": 1, "bs": 2}, large=True),
+        Sample("many-keys", {**_MANY, "head_dim": 64, "v_head_dim": 64, "dtype": "fp32"}, large=True),
         Sample(
             "mla-128-heads-in-runs",
             {**_MLA, "q_heads": 128, "bs": 1, "longest": 2, "prefix": 138, **_attention.IN_RUNS},
