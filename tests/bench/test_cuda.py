@@ -474,8 +474,8 @@ def test_a_launch_that_is_not_programmatic_does_the_same(tables: Tables, monkeyp
 def test_host_calls_are_bound_and_dispatched(tables: Tables) -> None:
     rows = {r["of"]: set(r["host_us"]) for r in tables["host_calls"](True)}
     assert rows["get_last_loc"] == rows["kv_write"] == rows["rope_kv_write"] == {"hal", "dispatched"}
-    assert rows["decode_attention"] == rows["decode_attention, 150 keys"] == rows["extend_attention"]
-    assert rows["extend_attention"] == {"hal", "dispatched", "out given", "dispatched, out given"}
+    attention = [names for of, names in rows.items() if of.startswith(("decode", "extend"))]
+    assert attention == [{"hal", "dispatched", "out given", "dispatched, out given"}] * 6
 
 
 def test_what_is_recorded_is_not_started_and_can_be_bound_anew() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import hal
 from hal.bench import OURS, Row, peers, timing
 from hal.bench import launcher as launcher_of
-from hal.bench.cuda import inputs, pages
+from hal.bench.cuda import inputs, mla, pages
 from hal.bench.cuda.harness import record_launches
 from hal.bench.cuda.rope import rope_sets, sglang_rope_store
 
@@ -88,14 +88,17 @@ def without_programmatic(call: Callable[[], Any]) -> Callable[[int], None]:
 
 def host_calls(quick: bool = False) -> list[Row]:
     """Rows: host microseconds of one call of an op on one token, 32/8/128 in bf16, 300 keys; decode also with so few
-    that no request is split.
+    that no request is split; and of calls of two launches, over 4096 keys.
 
     ``hal`` is the backend's own function, as `hal.bind` gives it, its results allocated by it where they may be;
     ``out given`` the same with the caller's; ``dispatched`` selected and checked, as users call it.
     """
     rope = rope_sets(1, "llama3-8b")[0]
     index = torch.arange(2, device=inputs.DEVICE, dtype=torch.int64)
-    decode, extend, few = (pages.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150)))
+    keys = 300 if quick else 4096
+    decode, extend, few, split = (pages.Inputs(1, *sizes) for sizes in ((1, 300), (2, 300), (1, 150), (16, keys)))
+    fp8 = pages.Inputs(1, 1, keys, cache=torch.float8_e4m3fn)
+    latent = mla.Inputs(16, 1, keys, sets=1)
     cases: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
         "get_last_loc": ((inputs.req_to_token(), index, index + 1), {}, ()),
         "compute_positions": ((index, index + 4, torch.empty_like(index).repeat(4)), {}, ()),
@@ -104,13 +107,21 @@ def host_calls(quick: bool = False) -> list[Row]:
         "rope_kv_write": (tuple(rope.values()), {}, ()),
         **{
             name: ((x.q, x.k_cache, x.v_cache, x.kv_indptr, x.slots), {"scale": x.scale}, (x.out, x.lse))
-            for name, x in (("decode_attention", decode), ("decode_attention, 150 keys", few))
+            for name, x in (
+                ("decode_attention", decode),
+                ("decode_attention, 150 keys", few),
+                ("decode_attention, e4m3, two launches", fp8),
+            )
         },
-        "extend_attention": (
-            (extend.q, extend.k_cache, extend.v_cache, extend.qo_indptr, extend.kv_indptr, extend.slots),
-            {"scale": extend.scale},
-            (extend.out, extend.lse),
+        "decode_attention, MLA, two launches": (
+            (latent.q, latent.rows, latent.rows[..., :512], latent.indptr, latent.slots[0]),
+            {"scale": latent.scale},
+            (latent.out,),
         ),
+        **{
+            name: ((x.q, x.k_cache, x.v_cache, x.qo_indptr, x.kv_indptr, x.slots), {"scale": x.scale}, (x.out, x.lse))
+            for name, x in (("extend_attention", extend), ("extend_attention, 16 tokens, two launches", split))
+        },
     }
     rows = []
     for of, (given, named, out) in cases.items():
@@ -127,7 +138,7 @@ def host_calls(quick: bool = False) -> list[Row]:
             calls["sglang jit fused"] = sglang_rope_store(rope)
         for call in calls.values():
             call()
-        times = timing.host_us({n: lambda i, c=c: c() for n, c in calls.items()}, 1, 200 if quick else 2000)
+        times = timing.host_us({n: lambda i, c=c: c() for n, c in calls.items()}, 1, 80 if quick else 2000)
         rows.append({"op": "host call", "of": of, "host_us": times})
     return rows
 

@@ -110,3 +110,40 @@ def test_what_a_graph_of_two_launches_gives_is_what_they_give(name: str) -> None
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(wants[0], call(**first))
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_while_another_stream_is_captured(mode: str) -> None:
+    """By another thread, whose captured graph must not come to harm: neither as graphs are made, nor launched."""
+    call, args = on_device("decode-mla", 0)
+    want = call(**args)
+    outs = [torch.full_like(want, torch.nan) for _ in range(3)]
+    x = torch.zeros(32, device="cuda")
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        call(**args)
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+
+    def calls() -> None:
+        try:
+            with torch.cuda.stream(own):
+                for out in outs:
+                    call(**{**args, "out": out})
+        except BaseException as e:
+            failed.append(e)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        x += 1
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+        x += 1
+    assert not failed, failed
+    own.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 32
