@@ -20,6 +20,7 @@ static struct {
   CUresult (*destroy)(CUgraph);
   CUresult (*set)(CUgraphExec, CUgraphNode, const Node *);
   CUresult (*launch)(CUgraphExec, CUstream);
+  CUresult (*exchange)(int *);
 } graphs;
 
 /* Of kernels that follow each other on a stream. `ready` is NULL where the driver made none: they are launched. */
@@ -67,10 +68,7 @@ static Graph *graph_of(Started *all, int count, int device, void *stream) {
   return kept = g;
 }
 
-/* 1: begun, or failed with a `code`. 0: nothing is begun, and they are to be launched one by one. The caller lets no
-   other thread in. */
-static int begin_as_graph(Started *all, int count, int device, void *stream, CUresult *code) {
-  if (graphs.launch == NULL || count < 2 || count > NODES) return 0;
+static int begun_as_graph(Started *all, int count, int device, void *stream, CUresult *code) {
   Graph *g = graph_of(all, count, device, stream);
   if (g == NULL || g->ready == NULL) return 0;
   for (int i = 0; i < count; i++) {
@@ -79,6 +77,19 @@ static int begin_as_graph(Started *all, int count, int device, void *stream, CUr
   }
   *code = graphs.launch(g->ready, (CUstream)stream);
   return 1;
+}
+
+/* 1: begun, or failed with a `code`. 0: nothing is begun, and they are to be launched one by one. The caller lets no
+   other thread in. */
+static int begin_as_graph(Started *all, int count, int device, void *stream, CUresult *code) {
+  enum { RELAXED = 2 };
+  int mode = RELAXED;
+  if (graphs.launch == NULL || count < 2 || count > NODES) return 0;
+  /* Else what another thread captures meanwhile would be lost, as by whatever may ask for memory. */
+  if (graphs.exchange(&mode) != CUDA_SUCCESS) return 0;
+  int begun = begun_as_graph(all, count, device, stream, code);
+  graphs.exchange(&mode);
+  return begun;
 }
 
 /* How many graphs are kept: pairs, or more, of kernels on a stream that are begun so. */

@@ -2,7 +2,7 @@
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -377,13 +377,15 @@ def test_c_starts_what_every_op_plans(helper: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def graphs(helper: Any, rig: Rig) -> Graphs:
+def graphs(helper: Any, rig: Rig) -> Iterator[Graphs]:
     """What the driver is told of graphs, for a call of two launches that are begun as one up to 128 of b."""
     told = Graphs(rig.driver)
     helper.drive(CPU, *rig.driver.addresses(), knobs.runtime, knobs.compilation, EMPTY, 0, told.addresses())
     make = rig.plans.make
     rig.plans.make = lambda *args: make(*args)._replace(as_graph=length("b").within(128))
-    return told
+    yield told
+    assert not told.wrong
+    assert told.mode == 0
 
 
 def test_a_brief_call_s_launches_are_begun_as_a_graph(helper: Any, rig: Rig, graphs: Graphs) -> None:
@@ -427,17 +429,17 @@ def test_without_scratch_no_graph_is_made(rig: Rig, graphs: Graphs) -> None:
     assert not graphs.made
 
 
-@pytest.mark.parametrize("what", ["create", "add", "connect", "instantiate"])
+@pytest.mark.parametrize("what", ["create", "add", "connect", "instantiate", "exchange"])
 def test_where_the_driver_makes_no_graph_they_are_launched(helper: Any, rig: Rig, graphs: Graphs, what: str) -> None:
     """From then on, without asking it again."""
     rig(A, B)
     graphs.fails[what] = 801
     assert rig(A, B) == WARM
     graphs.fails.clear()
-    assert rig(A, B) == WARM
-    assert not graphs.launched
-    assert helper.graphs() == 0
-    assert graphs.destroyed == ([] if what == "create" else [1])
+    again = what == "exchange"  # of which it has not asked for a graph
+    assert rig(A, B) == ([] if again else WARM)
+    assert len(graphs.launched) == helper.graphs() == again
+    assert graphs.destroyed == ([1] if what in ("add", "connect", "instantiate") else [])
 
 
 def test_parameters_that_a_graph_does_not_take_are_launched(rig: Rig, graphs: Graphs) -> None:
@@ -458,19 +460,23 @@ def test_a_graph_that_fails_is_told_and_nothing_is_launched_twice(rig: Rig, grap
 
 
 def test_every_pair_of_kernels_has_a_graph_of_its_own_while_there_is_room(rig: Rig, graphs: Graphs) -> None:
-    rig(A, B)
-    rig(A, B)
-    changed(rig, lambda steps: (steps[1], steps[0], steps[1]))
-    rig.plans.clear()
-    rig(A, B)
-    assert rig(A, B) == []
-    assert graphs.of == [[7, 8], [8, 7, 8]]
-    assert graphs.made[1] == [(201, 202, 1), (202, 203, 1)]
-    assert [len(nodes) for _, _, nodes in graphs.launched] == [2, 3]
-    changed(rig, lambda steps: (steps[0],) * 5)
-    rig.plans.clear()
-    rig(A, B)
-    assert [f for f, _ in rig(A, B)] == [8] * 5
+    make = rig.plans.make
+
+    def starts(*which: int) -> list[Any]:
+        def made(*args: Any) -> Plan:
+            plan = make(*args)
+            return plan._replace(steps=tuple(plan.steps[i] for i in which))
+
+        rig.plans.make = made
+        rig.plans.clear()
+        rig(A, B)
+        return [f for f, _ in rig(A, B)]
+
+    assert starts(0, 1) == starts(1, 0) == starts(1, 0, 1) == starts(0, 1) == []
+    assert graphs.of == [[7, 8], [8, 7], [8, 7, 8]]
+    assert graphs.made == [[(101, 102, 1)], [(201, 202, 1)], [(301, 302, 1), (302, 303, 1)]]
+    assert [graph for graph, _, _ in graphs.launched] == [1, 2, 3, 1]
+    assert starts(1, 1, 1, 1, 1) == [8] * 5
 
 
 def test_threads_launch_a_graph_one_at_a_time(rig: Rig, graphs: Graphs) -> None:
