@@ -312,22 +312,33 @@ def for_lanes(q: Tensor, v_cache: Tensor, group: int, unit: int, row: int) -> bo
     )
 
 
+class Form(NamedTuple):
+    """How a call's requests are shared out."""
+
+    run: launch.Launch
+    programs: int
+    """That requests are split for."""
+    where: tuple[tuple[str, int, int], ...]
+    """Of which lengths of arguments (`Step`)."""
+    told: bool = False
+    """Whether who merges is told if there is anything to merge: where requests may each be a program's."""
+
+
 def _forms(
     run: launch.Launch, programs: int, blocks: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int
-) -> Iterator[tuple[launch.Launch, int, tuple[tuple[str, int, int], ...]]]:
-    """(what is started, how many programs requests are split for, of which lengths of arguments). `window`: how many
-    keys a request sees at most."""
+) -> Iterator[Form]:
+    """`window`: how many keys a request sees at most."""
     # Split for one program alone, each request is one part, and there is nothing to merge.
-    yield run, 1, (("kv_indices", -1, WHOLE),)
+    yield Form(run, 1, (("kv_indices", -1, WHOLE),))
     several = ("kv_indices", WHOLE, 2**31)
     if "FEW_HEADS" in run.static:
-        for low, high, _ in waves(programs):
-            yield run, programs, (several, ("q", low, high))
+        for low, high, whole in waves(programs):
+            yield Form(run, programs, (several, ("q", low, high)), whole)
         return
     deep = deep_of(q, k_cache, v_cache) if run.kernel is decode_attention_kernel else None
     at_once = min(deep.at_once * _sms(q.get_device()), COUNTERS) // blocks if deep else 0
     if deep is None or at_once < 2:
-        yield run, programs, (several,)
+        yield Form(run, programs, (several,))
         return
     uneven = run.kernel.bind(**{**run.static, "ENOUGH": deep.enough, **deep.options})
     few = min(programs * 5 // 8, at_once)
@@ -338,14 +349,14 @@ def _forms(
         apart = run.kernel.bind(**{**run.static, "TOGETHER": 0})
         for low, high, listed in ((0, 1, keys), (1, most, keys * max(2, most // 2))):
             if low < min(high, most):
-                yield run, programs, (("kv_indices", WHOLE, listed), ("q", low, high))
-                yield apart, programs, (("kv_indices", listed, 2**31), ("q", low, high))
-    yield run, programs, (several, ("q", most or -1, few))
+                yield Form(run, programs, (("kv_indices", WHOLE, listed), ("q", low, high)))
+                yield Form(apart, programs, (("kv_indices", listed, 2**31), ("q", low, high)))
+    yield Form(run, programs, (several, ("q", most or -1, few)))
     for low, high in pairwise((few, at_once, 2 * at_once, MOST_WAVES * at_once)):
         short = max(WHOLE, SHORT * low)
-        yield run, programs, (("kv_indices", WHOLE, short), ("q", low, high))
-        yield uneven, at_once, (("kv_indices", short, 2**31), ("q", low, high))
-    yield run, programs, (several, ("q", MOST_WAVES * at_once, MOST))
+        yield Form(run, programs, (("kv_indices", WHOLE, short), ("q", low, high)))
+        yield Form(uneven, at_once, (("kv_indices", short, 2**31), ("q", low, high)))
+    yield Form(run, programs, (several, ("q", MOST_WAVES * at_once, MOST)))
 
 
 @plans
@@ -367,31 +378,31 @@ def _plans(
         q, k_cache, v_cache, row, lse, sliding_window >= 0, logit_cap > 0, k_scale, v_scale, shared, plain
     )
     forms = tuple(_forms(run, programs, blocks, q, k_cache, v_cache, window + 1 if sliding_window >= 0 else 2**31))
-    lines = length("q", times=q_heads) + max(each for _, each, _ in forms) * q_heads
+    hopper = "FEW_HEADS" in run.static
+    lines = length("q", times=q_heads) + max(form.programs for form in forms) * q_heads
     # Ahead of the sums: `_tell`, with what keeps them in line; behind them: `note`.
     part, sums = Scratch(Size()), Scratch(lines.times(v_dim) + 4)
     counters = (Counters(),) if run.kernel is decode_attention_kernel else ()
     steps: list[Step] = []
     no_tokens = (None, 0) if "TOKENS" in run.static else ()
-    whole = [("q", low, high) for low, high, alone in waves(programs) if alone]
-    for form, parts, some in forms:
-        late = "FEW_HEADS" in form.static and some[-1] in whole
+    for form in forms:
+        parts = form.programs
         args = (
             "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", to, "lse", *counters, part, sums, "k_scale",
             "v_scale", *strides, length("k_cache", by=page_size(k_cache)), length("kv_indices"), length("q"), parts,
-            window, "scale", "logit_cap", *no_tokens, *((int(late),) if "FEW_HEADS" in form.static else ()),
+            window, "scale", "logit_cap", *no_tokens, *((int(form.told),) if hopper else ()),
         )  # fmt: skip
         requests = length("q", times=blocks)
-        if parts > 1 and "FEW_HEADS" in run.static:
+        if parts > 1 and hopper:
             # Those programs that run at once share all requests (`_shares.py`). Beside a few more, which have nothing,
             # what merges begins later, and gets in the way of fewer; not so where it is told that there is nothing.
-            requests = requests.at_most(0 if late else parts * blocks)
-        steps.append(Step(form, requests + parts * blocks, args, some))
-        if parts > 1 and not form.static.get("TOGETHER"):
+            requests = requests.at_most(0 if form.told else parts * blocks)
+        steps.append(Step(form.run, requests + parts * blocks, args, form.where))
+        if parts > 1 and not form.run.static.get("TOGETHER"):
             merge = (part, sums, to, "lse", *row, length("q"), parts)
-            _, least, most = next((each for each in some if each[0] == "q"), ("q", -1, MOST))
-            some = tuple(each for each in some if each[0] != "q")
-            steps += _merge.steps(form, v_dim, merge, some, least, most, late)
+            _, least, most = next((each for each in form.where if each[0] == "q"), ("q", -1, MOST))
+            some = tuple(each for each in form.where if each[0] != "q")
+            steps += _merge.steps(form.run, v_dim, merge, some, least, most, form.told)
     size = lines.times(v_dim + 1) + length("q", times=2) + 4
     return Plan(tuple(steps), size, returns, _attention.brief(k_cache, v_cache))
 
