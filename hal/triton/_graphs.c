@@ -21,6 +21,8 @@ static struct {
   CUresult (*set)(CUgraphExec, CUgraphNode, const Node *);
   CUresult (*launch)(CUgraphExec, CUstream);
   CUresult (*exchange)(int *);
+  CUresult (*priority)(CUstream, int *);
+  CUresult (*partition)(CUstream, void **);
 } graphs;
 
 /* Of kernels that follow each other on a stream. `ready` is NULL where the driver made none: they are launched. */
@@ -35,6 +37,11 @@ static Node node_of(Started *s) {
 }
 
 static int made_of(Graph *g, Started *all) {
+  int priority;
+  void *partition;
+  /* Neither is a graph's: its kernels would run with the usual one, and on all multiprocessors. */
+  if (graphs.priority((CUstream)g->stream, &priority) != CUDA_SUCCESS || priority != 0) return 0;
+  if (graphs.partition((CUstream)g->stream, &partition) != CUDA_SUCCESS || partition != NULL) return 0;
   if (graphs.create(&g->graph, 0) != CUDA_SUCCESS) return 0;
   for (int i = 0; i < g->count; i++) {
     Node node = node_of(&all[i]);

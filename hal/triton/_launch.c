@@ -390,14 +390,14 @@ static PyTypeObject launch_type = {
    launches graphs = ()) */
 static PyObject *drive(PyObject *module, PyObject *given) {
   PyObject *r, *c, *e, *g = NULL;
-  unsigned long long launch, device, capturing, encodes = 0, of_graphs[8] = {0};
+  unsigned long long launch, device, capturing, encodes = 0, of_graphs[10] = {0};
   int type;
   (void)module;
   if (!PyArg_ParseTuple(given, "iKKKOOO|KO!", &type, &launch, &device, &capturing, &r, &c, &e, &encodes, &PyTuple_Type, &g))
     return NULL;
   if (g != NULL && PyTuple_GET_SIZE(g) != 0
-      && !PyArg_ParseTuple(g, "KKKKKKKK", &of_graphs[0], &of_graphs[1], &of_graphs[2], &of_graphs[3], &of_graphs[4],
-                           &of_graphs[5], &of_graphs[6], &of_graphs[7])) return NULL;
+      && !PyArg_ParseTuple(g, "KKKKKKKKKK", &of_graphs[0], &of_graphs[1], &of_graphs[2], &of_graphs[3], &of_graphs[4],
+                           &of_graphs[5], &of_graphs[6], &of_graphs[7], &of_graphs[8], &of_graphs[9])) return NULL;
   PyObject *before = PyObject_GetAttr(r, s_enter), *after = before == NULL ? NULL : PyObject_GetAttr(r, s_leave);
   if (after == NULL) { Py_XDECREF(before); return NULL; }
   /* Nothing has failed: all of it from here on, or nothing. */
@@ -418,6 +418,8 @@ static PyObject *drive(PyObject *module, PyObject *given) {
   graphs.set = (CUresult (*)(CUgraphExec, CUgraphNode, const Node *))(uintptr_t)of_graphs[5];
   graphs.launch = (CUresult (*)(CUgraphExec, CUstream))(uintptr_t)of_graphs[6];
   graphs.exchange = (CUresult (*)(int *))(uintptr_t)of_graphs[7];
+  graphs.priority = (CUresult (*)(CUstream, int *))(uintptr_t)of_graphs[8];
+  graphs.partition = (CUresult (*)(CUstream, void **))(uintptr_t)of_graphs[9];
   Py_XSETREF(enter, before);
   Py_XSETREF(leave, after);
   Py_XSETREF(runtime, Py_NewRef(r));

@@ -244,8 +244,9 @@ static void drop_all(Plans *self) {
 }
 
 /* learn(call, numbers, steps, scratch, as_graph, returns, last, dtype): do this for such a call from now on. Which
-   number its scratch is, and which says by being above 0 that launches are begun as a graph (-1: none). It returns an argument (-1: None), or, where `last` is not 0, a new tensor like it, its last
-   size `last` (-1: the same), its dtype another or None. */
+   number its scratch is, and which says by being above 0 that launches are begun as a graph (-1: none). It returns an
+   argument (-1: None), or, where `last` is not 0, a new tensor like it, its last size `last` (-1: the same), its dtype
+   another or None. */
 static PyObject *learn(PyObject *object, PyObject *given) {
   Plans *self = (Plans *)object;
   PyObject *read, *numbers, *steps, *dtype;

@@ -397,6 +397,7 @@ def _of_graphs(driver: ctypes.CDLL) -> tuple[int | None, ...]:
     names = (
         "cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags",
         "cuGraphDestroy", "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch", "cuThreadExchangeStreamCaptureMode",
+        "cuStreamGetPriority", "cuStreamGetGreenCtx",
     )  # fmt: skip
     return tuple(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in names)
 

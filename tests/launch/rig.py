@@ -97,6 +97,7 @@ class Graphs:
         self.fails: dict[str, int] = {}
         """The codes that functions answer, by name."""
         self.set: dict[int, tuple[int, tuple[int, ...], list[bytes]]] = {}
+        self.stream: dict[str, int | None] = {"priority": 0, "partition": None}
         self.wrong: list[Exception] = []
         self.mode = 0
         """What the thread may do while another captures: 2, anything."""
@@ -111,6 +112,8 @@ class Graphs:
             "change": (p, p, node),
             "launch": (p, p),
             "exchange": (ctypes.POINTER(ctypes.c_int),),
+            "priority": (p, ctypes.POINTER(ctypes.c_int)),
+            "partition": (p, out),
         }
 
         def answers(name: str) -> Any:
@@ -129,6 +132,12 @@ class Graphs:
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.functions)
+
+    def priority(self, stream: int, out: Any) -> None:
+        out[0] = self.stream["priority"]
+
+    def partition(self, stream: int, out: Any) -> None:
+        out[0] = self.stream["partition"]
 
     def exchange(self, mode: Any) -> None:
         self.mode, mode[0] = mode[0], self.mode

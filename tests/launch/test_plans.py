@@ -429,7 +429,7 @@ def test_without_scratch_no_graph_is_made(rig: Rig, graphs: Graphs) -> None:
     assert not graphs.made
 
 
-@pytest.mark.parametrize("what", ["create", "add", "connect", "instantiate", "exchange"])
+@pytest.mark.parametrize("what", ["create", "add", "connect", "instantiate", "exchange", "priority", "partition"])
 def test_where_the_driver_makes_no_graph_they_are_launched(helper: Any, rig: Rig, graphs: Graphs, what: str) -> None:
     """From then on, without asking it again."""
     rig(A, B)
@@ -440,6 +440,17 @@ def test_where_the_driver_makes_no_graph_they_are_launched(helper: Any, rig: Rig
     assert rig(A, B) == ([] if again else WARM)
     assert len(graphs.launched) == helper.graphs() == again
     assert graphs.destroyed == ([1] if what in ("add", "connect", "instantiate") else [])
+
+
+@pytest.mark.parametrize("stream", [{"priority": -1}, {"partition": 77}], ids=str)
+def test_what_a_stream_has_that_a_graph_would_not_is_launched(
+    rig: Rig, graphs: Graphs, stream: dict[str, int | None]
+) -> None:
+    """A priority; a part of the multiprocessors, as where prompts and decoding share a GPU."""
+    graphs.stream |= stream
+    rig(A, B)
+    assert rig(A, B) == rig(A, B) == WARM
+    assert not graphs.made
 
 
 def test_parameters_that_a_graph_does_not_take_are_launched(rig: Rig, graphs: Graphs) -> None:

@@ -74,7 +74,7 @@ def test_what_a_graph_of_two_launches_gives_is_what_they_give(name: str) -> None
     """Bit for bit, of many calls under way, each with arguments of its own, from threads with streams of their own."""
     helper = launch._helper()
     assert helper is not None, launch._why_no_helper
-    sets, turns = 8, 60
+    sets, turns, before = 8, 60, helper.graphs()
     call, first = on_device(name, 0)
     batches = [first, *({**first, "q": on_device(name, i)[1]["q"]} for i in range(1, sets))]
     wants = [torch.full_like(call(**batch), torch.nan) for batch in batches]
@@ -86,11 +86,11 @@ def test_what_a_graph_of_two_launches_gives_is_what_they_give(name: str) -> None
     graph.replay()
     torch.cuda.synchronize()
     assert not torch.equal(wants[0], wants[1])
-    before = helper.graphs()
     failed: list[str] = []
 
     def calls(of: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        # A graph would not have the last one's priority.
+        with torch.cuda.stream(torch.cuda.Stream(priority=-1 if of == 3 else 0)):
             call(**first)
             outs = [torch.full_like(wants[i % sets], torch.nan) for i in range(of, of + turns)]
             for i, out in enumerate(outs, of):
@@ -98,7 +98,7 @@ def test_what_a_graph_of_two_launches_gives_is_what_they_give(name: str) -> None
             torch.cuda.current_stream().synchronize()
         failed.extend(f"{of}: call {i}" for i, out in enumerate(outs, of) if not torch.equal(out, wants[i % sets]))
 
-    threads = [threading.Thread(target=calls, args=(i,)) for i in range(3)]
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(4)]
     for t in threads:
         t.start()
     for t in threads:
@@ -106,7 +106,7 @@ def test_what_a_graph_of_two_launches_gives_is_what_they_give(name: str) -> None
     assert not failed
     # These calls are of two launches on Hopper; the driver may be too old for graphs that take less of the host.
     if torch.cuda.get_device_capability()[0] == 9 and launch._of_graphs(ctypes.CDLL("libcuda.so.1")):
-        assert helper.graphs() == before + 3, "a graph a stream"
+        assert helper.graphs() == before + 4, "a graph for each of three streams, and the default one"
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(wants[0], call(**first))
