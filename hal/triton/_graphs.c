@@ -36,24 +36,24 @@ static Node node_of(Started *s) {
                 .shared = s->shared, .params = s->params};
 }
 
-static int made_of(Graph *g, Started *all) {
+/* Where it can't be made, it is not `ready`. */
+static void make(Graph *g, Started *all) {
   int priority;
   void *partition;
   /* Neither is a graph's: its kernels would run with the usual one, and on all multiprocessors. */
-  if (graphs.priority((CUstream)g->stream, &priority) != CUDA_SUCCESS || priority != 0) return 0;
-  if (graphs.partition((CUstream)g->stream, &partition) != CUDA_SUCCESS || partition != NULL) return 0;
-  if (graphs.create(&g->graph, 0) != CUDA_SUCCESS) return 0;
+  if (graphs.priority((CUstream)g->stream, &priority) != CUDA_SUCCESS || priority != 0) return;
+  if (graphs.partition((CUstream)g->stream, &partition) != CUDA_SUCCESS || partition != NULL) return;
+  if (graphs.create(&g->graph, 0) != CUDA_SUCCESS) return;
   for (int i = 0; i < g->count; i++) {
     Node node = node_of(&all[i]);
     Edge edge = {.from = all[i].pdl ? PROGRAMMATIC : 0, .type = all[i].pdl ? PROGRAMMATIC : 0};
     if (graphs.add(&g->nodes[i], g->graph, NULL, 0, &node) != CUDA_SUCCESS
         || (i > 0 && graphs.connect(g->graph, &g->nodes[i - 1], &g->nodes[i], &edge, 1) != CUDA_SUCCESS)) goto failed;
   }
-  if (graphs.instantiate(&g->ready, g->graph, 0) == CUDA_SUCCESS) return 1;
+  if (graphs.instantiate(&g->ready, g->graph, 0) == CUDA_SUCCESS) return;
 failed:
   g->ready = NULL;
   graphs.destroy(g->graph);
-  return 0;
 }
 
 /* NULL: there is none for them, nor room for one. */
@@ -71,7 +71,7 @@ static Graph *graph_of(Started *all, int count, int device, void *stream) {
   keeping++;
   *g = (Graph){.next = kept, .device = device, .count = count, .stream = stream};
   for (int i = 0; i < count; i++) g->functions[i] = all[i].function;
-  made_of(g, all);
+  make(g, all);
   return kept = g;
 }
 

@@ -3,14 +3,15 @@
    A plan is found by the words that _call.c reads off a call; pointers, first sizes and floats go where the plan says.
    Whatever is not known, or not as before, is for `slow`, with the call as it was read. */
 
-enum { STEPS = 16, NUMBERS = 96, RANGES = 3, BUCKETS = 256, PLANS = 4096 };
+enum { STEPS = 16, NUMBERS = 128, RANGES = 3, BUCKETS = 256, PLANS = 4096 };
 
 typedef struct { int op; int64_t a, b; } Number;       /* a constant, a length, or of two numbers before it */
 typedef struct { char kind; int at; uint32_t key; Value value; } Source;   /* a constant, arg, number, scratch */
 typedef struct { Launch *launch; int ranges; struct { int arg; int64_t low, high; } range[RANGES]; int grid;
                  Source sources[MOST]; } Step;
 typedef struct Plan { struct Plan *next; uint64_t hash; size_t words; int count, numbers, scratch, as_graph, returns;
-                      int64_t last; PyObject *dtype; Step *steps; Number number[NUMBERS]; int64_t key[]; } Plan;
+                      int64_t last, first; PyObject *dtype, *sizes, *strides; Step *steps; Number number[NUMBERS];
+                      int64_t key[]; } Plan;
 typedef struct Scratch { struct Scratch *next; int device; void *stream; int64_t size; uint64_t at; } Scratch;
 
 typedef struct {
@@ -79,21 +80,36 @@ static void take(const Step *step, const Call *call, const int64_t *numbers, uin
   }
 }
 
-/* A new contiguous tensor like an argument, its last size `last`; read into the last of the call's arguments. */
-static PyObject *allocate(PyObject *like, int64_t last, PyObject *dtype, Given *to) {
+/* What a new tensor like an argument is made from: contiguous, its last size the plan's. */
+static int shape(Plan *plan, PyObject *like, int64_t first) {
   Tensor t;
   int64_t step = 1;
-  if (exchange->read(like, &t) != 0) return NULL;
-  PyObject *of = dtype == Py_None ? PyObject_GetAttr(like, s_dtype) : Py_NewRef(dtype);
-  PyObject *args[] = {PyTuple_New(t.ndim), PyTuple_New(t.ndim), of}, *made = NULL;
-  for (int i = t.ndim - 1; args[0] != NULL && args[1] != NULL && i >= 0; i--) {
-    int64_t size = i == t.ndim - 1 && last >= 0 ? last : t.shape[i];
-    PyTuple_SET_ITEM(args[0], i, PyLong_FromLongLong(size));
-    PyTuple_SET_ITEM(args[1], i, PyLong_FromLongLong(step));
+  if (exchange->read(like, &t) != 0) return 0;
+  if (plan->dtype == Py_None) {
+    PyObject *dtype = PyObject_GetAttr(like, s_dtype);
+    if (dtype == NULL) return 0;
+    Py_SETREF(plan->dtype, dtype);
+  }
+  PyObject *sizes = PyTuple_New(t.ndim), *strides = PyTuple_New(t.ndim);
+  for (int i = t.ndim - 1; sizes != NULL && strides != NULL && i >= 0; i--) {
+    int64_t size = i == t.ndim - 1 && plan->last >= 0 ? plan->last : t.shape[i];
+    PyTuple_SET_ITEM(sizes, i, PyLong_FromLongLong(size));
+    PyTuple_SET_ITEM(strides, i, PyLong_FromLongLong(step));
     step *= size > 0 ? size : 1;
   }
-  if (args[0] != NULL && args[1] != NULL && args[2] != NULL) made = PyObject_Vectorcall(empty_strided, args, 3, NULL);
-  for (int i = 0; i < 3; i++) Py_XDECREF(args[i]);
+  Py_XSETREF(plan->sizes, sizes);
+  Py_XSETREF(plan->strides, strides);
+  plan->first = first;
+  return sizes != NULL && strides != NULL;
+}
+
+/* A new tensor like an argument; read into the last of the call's arguments. Calls of a plan differ in its first size. */
+static PyObject *allocate(Plan *plan, PyObject *like, int64_t first, Given *to) {
+  Tensor t;
+  if ((plan->sizes == NULL || plan->strides == NULL || plan->first != first) && !shape(plan, like, first)) return NULL;
+  PyObject *args[] = {Py_NewRef(plan->sizes), Py_NewRef(plan->strides), Py_NewRef(plan->dtype)};
+  PyObject *made = PyObject_Vectorcall(empty_strided, args, 3, NULL);
+  for (int i = 0; i < 3; i++) Py_DECREF(args[i]);
   if (made != NULL && (!is_tensor(made) || exchange->read(made, &t) != 0)) Py_CLEAR(made);
   if (made != NULL) pointer_of(&t, to);
   return made;
@@ -108,13 +124,14 @@ static PyObject *start_plan(Plans *self, PyObject *const *args, Call *call) {
   int64_t numbers[NUMBERS];
   CUdevice now;
   PyObject *found = NULL;
-  const Plan *plan = plan_of(self, call);
+  Plan *plan = plan_of(self, call);
   if (plan == NULL || current_device(&now) != CUDA_SUCCESS || now != call->device
       || exchange->stream(device_type, call->device, &stream) != 0) goto none;
   compute(plan, call, numbers);
   if (plan->scratch >= 0 && (scratch = scratch_of(self, call->device, stream, numbers[plan->scratch])) == 0) goto none;
   found = plan->returns < 0 ? Py_None : args[plan->returns];
-  found = plan->last ? allocate(found, plan->last, plan->dtype, &call->args[self->count]) : Py_NewRef(found);
+  if (plan->last) found = allocate(plan, found, call->args[plan->returns].length, &call->args[self->count]);
+  else Py_INCREF(found);
   if (found == NULL) goto none;
   for (int i = 0; i < plan->count; i++) {
     const Step *step = &plan->steps[i];
@@ -230,6 +247,8 @@ static int step_of(PyObject *from, Py_ssize_t args, int numbers, Step *to) {
 static void drop(Plan *plan) {
   for (int i = 0; i < plan->count; i++) Py_XDECREF(plan->steps[i].launch);
   Py_XDECREF(plan->dtype);
+  Py_XDECREF(plan->sizes);
+  Py_XDECREF(plan->strides);
   PyMem_Free(plan->steps);
   PyMem_Free(plan);
 }

@@ -15,7 +15,7 @@ from triton import knobs
 from hal.backends.cuda import _device
 from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
-from hal.triton.plans import COUNTERS, MOST, STEPS, Counters, Plan, Scratch, Size, Step, key_of, length, plans
+from hal.triton.plans import COUNTERS, MOST, STEPS, Counters, Plan, Result, Scratch, Size, Step, key_of, length, plans
 
 __all__ = ["helper"]
 
@@ -119,6 +119,18 @@ def test_a_warm_call_starts_what_the_first_one_did(rig: Rig) -> None:
     assert rig(BASE[512:544].view(1, 32), BASE[128:224], 0.25) == [(7, (7, 1, 1)), (8, (96, 1, 1))]
     assert len(rig.made) == 1
     assert len(rig.slow) == 2
+
+
+def test_a_new_result_has_the_sizes_of_its_own_call(rig: Rig) -> None:
+    make = rig.plans.make
+    rig.plans.make = lambda *args: make(*args)._replace(returns=Result("a", 5, torch.float16))
+    rig.driver.count = {7: 6, 8: 3}
+    found = [rig.plans.start(a, B, 0.5, 3) for a in (A, A, A[:3], A[:3], A, BASE[512:544].view(1, 32))]
+    assert len(rig.slow) == 2  # the first call alone
+    assert [(x.shape, x.stride(), x.dtype) for x in found] == [
+        ((n, 5), (5, 1), torch.float16) for n in (8, 8, 3, 3, 8, 1)
+    ]
+    assert len({x.data_ptr() for x in found}) == len(found)
 
 
 @pytest.mark.parametrize(
