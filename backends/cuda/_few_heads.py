@@ -30,7 +30,7 @@ from hal.backends.cuda._attention import LN2, LOG2E
 from hal.backends.cuda._fetch_latent import as_fp16, queries
 from hal.backends.cuda._fetch_rows import HALF, KEYS
 from hal.backends.cuda._parts import leave_part
-from hal.backends.cuda.decode_attention_lanes import PAIRS, SHIFT, WORD, _halves
+from hal.backends.cuda.decode_attention_lanes import SHIFT, WORD, _halves, _value_pairs
 from hal.backends.cuda.extend_attention_hopper import ABSENT, _barriers, _zero
 
 positive = gluon.jit(_attention.positive.fn)
@@ -157,8 +157,9 @@ def _said(where):
 
 
 @gluon.jit
-def _slots_of(slots, j, high):
-    n = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+def _slots_of(slots, j, high, LAYOUT: gl.constexpr):
+    """Those of a tile from entry j on; -1 from `high` on."""
+    n = gl.arange(0, KEYS, LAYOUT)
     return gl.load(slots + (j + n), j + n < high, other=-1)
 
 
@@ -189,9 +190,10 @@ def fetch_few(cache, slots, low, high, tiles, room, stride, num_slots, UNIT: gl.
     there, lacks, rows = places
     _, full, empty, _, _, _ = barriers
     STAGES: gl.constexpr = there.shape[0]
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    slot = _slots_of(slots, low, high)
-    coming = _slots_of(slots, low + KEYS, high)
+    slot = _slots_of(slots, low, high, EACH)
+    coming = _slots_of(slots, low + KEYS, high, EACH)
     stage = 0
     free = 1
     for t in range(tiles):
@@ -200,7 +202,7 @@ def fetch_few(cache, slots, low, high, tiles, room, stride, num_slots, UNIT: gl.
         at = rows.index(t % 2)
         at.store(gl.where(ok, slot, -1).to(gl.int64) * stride)
         slot = coming
-        coming = _slots_of(slots, low + (t + 2) * KEYS, high)
+        coming = _slots_of(slots, low + (t + 2) * KEYS, high, EACH)
         gl.thread_barrier()
         mbarrier.wait(empty.index(stage), free)
         there.index(stage).store(ok.to(gl.int8))
@@ -276,10 +278,8 @@ def _values(words, KIND: gl.constexpr, OPERAND: gl.constexpr):
     """They as columns of the left operand."""
     # [chunk, 8s of a row's number, 4s, 2s, 1s, eighths of a chunk, words]
     x = words.reshape([4, 2, 2, 2, 2, 8, 2]).permute((0, 1, 2, 4, 5, 6, 3))
-    a, b = gl.split(x)
-    a, b = gl.inline_asm_elementwise(PAIRS, "=&r,=&r,r,r", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     # [chunk, 8s, 4s, 1s, eighths, words, 2, 2: element of the word, 2: 2s]
-    x = _halves(gl.join(a, b), KIND).permute((5, 6, 0, 7, 4, 1, 2, 3, 8))
+    x = _value_pairs(x, KIND).permute((5, 6, 0, 7, 4, 1, 2, 3, 8))
     return gl.convert_layout(x.reshape([HALF, 16]), OPERAND)
 
 
@@ -287,12 +287,13 @@ def _values(words, KIND: gl.constexpr, OPERAND: gl.constexpr):
 def _logits(all, q_tiles, stage, none, zero, KIND: gl.constexpr):
     """A tile's keys times the queries; the last product is under way."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 2)
+    MANY: gl.constexpr = q_tiles.shape[0]
     s = none
-    words = _key_words(all.index(stage * CHUNKS))
-    for d in gl.static_range(CHUNKS):
+    words = _key_words(all.index(stage * MANY))
+    for d in gl.static_range(MANY):
         coming = words
-        if d + 1 < CHUNKS:
-            coming = _key_words(all.index(stage * CHUNKS + d + 1))
+        if d + 1 < MANY:
+            coming = _key_words(all.index(stage * MANY + d + 1))
         k = _keys(words, KIND, OPERAND)
         s = warpgroup_mma(k, q_tiles.index(d + zero).permute((1, 0)), s, use_acc=d > 0, is_async=True)
         if d > 0:

@@ -102,15 +102,21 @@ def _sees(s, j, window, GROUP: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.co
 
 
 @gluon.jit
-def _rows(base, slot, num_slots, page, token, PAGE: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr,
-          LAYOUT: gl.constexpr):  # fmt: skip
-    """Rows of D words; zeros where there is none. `page` fits an int32."""
+def _begin(slot, page, token, PAGE: gl.constexpr):
+    """Where the rows of slots begin. `page` fits an int32."""
     if slot.dtype == gl.int32 and PAGE == 1:  # one instruction instead of six
-        at = gl.inline_asm_elementwise(
+        return gl.inline_asm_elementwise(
             "mul.wide.s32 $0, $1, $2;", "=l,r,r", [slot, page.to(gl.int32)], dtype=gl.int64, is_pure=True, pack=1
         )
     else:
-        at = place(slot.to(gl.int64), page, token, PAGE)
+        return place(slot.to(gl.int64), page, token, PAGE)
+
+
+@gluon.jit
+def _rows(base, slot, num_slots, page, token, PAGE: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr,
+          LAYOUT: gl.constexpr):  # fmt: skip
+    """Rows of D words; zeros where there is none. `page` fits an int32."""
+    at = _begin(slot, page, token, PAGE)
     d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     return gl.load(base + (at * (UNIT // WORD))[:, :, None] + d, _there(slot, num_slots)[:, :, None], other=0)
 
@@ -142,15 +148,21 @@ def _element(i, V: gl.constexpr):
 
 
 @gluon.jit
+def _value_pairs(words, KIND: gl.constexpr):
+    """Words ``[..., 2]`` of two keys as fp16 ``[..., 2, 2: element of the word, 2: key]``."""
+    a, b = gl.split(words)
+    a, b = gl.inline_asm_elementwise(PAIRS, "=&r,=&r,r,r", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    return _halves(gl.join(a, b), KIND)
+
+
+@gluon.jit
 def _values(v, KIND: gl.constexpr, V: gl.constexpr, OPERAND: gl.constexpr):
     """Rows as columns of the left operand, whose rows are elements in an order that `_in_order` undoes."""
     W: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
     D: gl.constexpr = v.shape[2] * WORD
-    a, b = gl.split(v.reshape([W, N // 2, 2, D // WORD]).permute((0, 1, 3, 2)))
-    a, b = gl.inline_asm_elementwise(PAIRS, "=&r,=&r,r,r", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    # [W, pairs of keys, words, 2, 2: element of the word, 2: key of the pair]
-    v = _halves(gl.join(a, b), KIND).reshape([W, N // 2, D // (32 * V), 8, 4 * V, 2])
+    v = _value_pairs(v.reshape([W, N // 2, 2, D // WORD]).permute((0, 1, 3, 2)), KIND)
+    v = v.reshape([W, N // 2, D // (32 * V), 8, 4 * V, 2])
     return gl.convert_layout(v.permute((0, 2, 4, 3, 1, 5)).reshape([W, D, N]), OPERAND)
 
 

@@ -4,7 +4,7 @@
 A program finds in qo_indptr which tile is its own, the last tiles first, since they see the most keys. Keys that all
 of a tile's tokens see go without a mask; the diagonal and the window's edge follow with one. The grid
 bounds the tiles of any ascending qo_indptr; for one that is not, programs go round again. On Hopper MLA's shared rows,
-and few tokens over fp8, go to decode_attention's kernels: `_tokens.py`. Other calls there:
+and few tokens over fp8, are taken as decode_attention takes its requests: `_tokens.py`. Other calls there:
 `extend_attention_hopper.py`, and where tiles are too few for the device and keys many, as where drafts are verified,
 their keys are split, and `_merge.py` merges what is left.
 """
@@ -434,17 +434,17 @@ def _plans(
     shared = _attention.shared(k_cache, v_cache)
     # What the kernel for Hopper does not take: pointers that are no multiple of 16 bytes, a scale below 0.
     plain = _attention.aligned(q, k_cache, v_cache, out) and scale >= 0
-    few = _tokens.taken(
+    ways = _tokens.ways(
         q, k_cache, v_cache, kv_indices, to, row, lse, causal, min(sliding_window, MOST_WINDOW), logit_cap > 0,
         k_scale, v_scale, shared, plain,
     )  # fmt: skip
     brief = _attention.brief(k_cache, v_cache)
-    if few and not few.few:
-        return Plan(few.steps, few.scratch, returns, brief)
+    if ways and not ways[-1].few:
+        return Plan(ways[-1].steps, ways[-1].scratch, returns, brief)
     own = _own(
         q, k_cache, v_cache, returns, to, row, lse, causal, sliding_window, logit_cap, k_scale, v_scale, shared, plain
     )
-    return (few.beside(own) if few else own)._replace(as_graph=brief)
+    return (_tokens.beside(ways, own) if ways else own)._replace(as_graph=brief)
 
 
 @_plans.launcher

@@ -2,7 +2,8 @@
 fp8 keys and values apart.
 
 Compiled: that the Gluon kernels of tiles of tokens don't spill. On Hopper (``ci/h200``): what it computes. Which tile
-a program finds: ``test_tiles.py``; how parts of tiles are merged: ``test_merge.py``.
+a program finds: ``test_tiles.py``; how parts of tiles are merged: ``test_merge.py``; the kernel of more rows a request:
+``test_extend_attention_few.py``.
 """
 
 import os
@@ -102,6 +103,7 @@ APART: dict[str, dict[str, Any]] = {
     "extreme": {"head_dim": 128, "bs": 9, "values": "extreme", "indptr_values": "extreme", "prefix": 6, "index": "i64"},
 }
 """Several tiles of keys, several parts; tiles of tokens that are not full."""
+FEW_ROWS = "decode_attention_lanes_kernel", "extend_attention_few_kernel"
 SPEC = get_spec("extend_attention")
 
 
@@ -130,7 +132,7 @@ def test_right_over_fp8(form: str) -> None:
     from hal.backends.cuda import extend_attention
 
     args = apart(**APART[form])
-    assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"
+    assert launched(SPEC.name, args)[0].kernel.name == FEW_ROWS[0]
     execute(SPEC, args, DirectTarget.of(SPEC.name, extend_attention.extend_attention, "cuda"))
 
 
@@ -155,22 +157,66 @@ def test_over_fp8_by_how_many_tokens_a_request_has() -> None:
     def names(**change: Any) -> list[str]:
         return [run.kernel.name for run in launched(SPEC.name, apart(**{"head_dim": 128, "lengths": "full", **change}))]
 
-    lanes, hopper = ["decode_attention_lanes_kernel", "merge_kernel"], ["extend_attention_hopper_kernel"]
-    assert names() == names(longest=8) == lanes
+    lanes, few, hopper = (
+        ["decode_attention_lanes_kernel"],
+        ["extend_attention_few_kernel"],
+        ["extend_attention_hopper_kernel"],
+    )
+    merge = ["merge_kernel"]
+    assert names() == names(longest=8) == lanes + merge
     assert names(longest=9, bs=8) == names(longest=5, bs=8, q_heads=16) == hopper
-    assert names(sliding_window=700) == lanes
-    assert names(sliding_window=70) == lanes[:1]
-    assert names(bs=1100, longest=8, prefix=9, slots=20000) == lanes[:1]
-    assert names(q_heads=18)[0] == names(sliding_window=70, causal=False)[0] == "extend_attention_hopper_kernel"
+    assert names(longest=1, q_heads=64) == names(longest=3, q_heads=32) == hopper + merge
+    assert names(longest=8, q_heads=4, head_dim=256) == lanes + merge
+    assert names(sliding_window=700) == lanes + merge
+    assert names(sliding_window=70) == lanes
+    assert names(bs=1100, longest=8, prefix=9, slots=20000) == lanes
+    assert names(sliding_window=70, causal=False)[0] == hopper[0]
+    many: dict[str, Any] = {"bs": 24, "slots": 40000}
+    assert names(**many) == names(longest=2, index="i64", **many) == lanes + merge
+    assert names(longest=5, **many) == names(longest=8, **many) == names(longest=4, q_heads=16, **many) == few + merge
+    assert names(longest=2, q_heads=18, **many) == names(longest=1, q_heads=64, **many) == few + merge
+    assert names(longest=3, index="i64", **many) == names(longest=8, sliding_window=1023, **many) == few + merge
+    assert names(longest=8, sliding_window=1022, **many) == names(longest=8, q_heads=4, head_dim=256, **many)
+    assert names(longest=9, **many) == names(longest=1, q_heads=66, **many) == names(longest=3, q_heads=32, **many)
+    assert names(longest=9, **many)[0] == hopper[0]
+    short: dict[str, Any] = {"bs": 200, "slots": 60000, "prefix": 240}
+    assert names(longest=8, **short) == lanes + merge
+    assert names(longest=1, q_heads=64, **short)[0] == hopper[0]
+    assert names(longest=8, **{**short, "prefix": 248}) == few + merge
     for form in APART.values():
         args = apart(**form)
-        assert launched(SPEC.name, args)[0].kernel.name == "decode_attention_lanes_kernel"
+        assert launched(SPEC.name, args)[0].kernel.name == FEW_ROWS[0]
         for arch in (80, 100):
             assert [run.kernel.name for run in launched(SPEC.name, args, arch)] == ["extend_attention_kernel"]
 
 
 @pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
-def test_the_helper_in_c_has_room_for_a_plan_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["plain", "slots-of-64-bits", "heads-of-64-slots-of-64-bits", "group-of-7"])
+def test_scratch_is_enough_for_all(form: str) -> None:
+    """What is said once, of the kernel that takes the most tokens a tile."""
+    from hal.backends.cuda import _tokens, decode_attention, inspect
+
+    args = apart(**APART[form])
+    given = [args[name] for name in ("q", "k_cache", "v_cache")]
+    with inspect.record():
+        run, blocks, programs, _ = decode_attention._plan(
+            *given, (1024, 128), None, False, False, 0.5, 0.5, False, True
+        )
+        kernels = tuple(_tokens._kernels(run, programs, blocks, *given, args["kv_indices"], True, -1, True))
+    assert [each[0].kernel.name for each in kernels] == list(FEW_ROWS)
+    heads, v_dim = args["q"].shape[1], args["v_cache"].shape[-1]
+    first, last = (_tokens._room(*each, heads, v_dim) for each in kernels)
+    for n in (1, 7, 64, 511, 513, 3000, 5000, 100_000):
+        for bs in (1, 3, 64, 1000):
+            long = {"q": n, "qo_indptr": bs + 1}
+            parts, all = (size.value(long) for size in first)
+            room, most = (size.value(long) for size in last)
+            assert parts <= room
+            assert all - parts <= most - room
+
+
+@pytest.mark.skipif(HOPPER or INTERPRETED, reason="records launches")
+def test_the_helper_in_c_has_room_for_a_plan_of_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every call of the kind goes through Python, and nothing says so."""
     from hal.backends.cuda import inspect
     from hal.backends.cuda.extend_attention import _plans
@@ -189,8 +235,7 @@ def test_the_helper_in_c_has_room_for_a_plan_of_both_ways(monkeypatch: pytest.Mo
     monkeypatch.setattr(_plans, "native", SimpleNamespace(learn=learn, lend=lambda *_: None))
     _plans._teach(plan, None)
     (needed,) = taught
-    both = {"decode_attention_lanes_kernel", "extend_attention_hopper_kernel"}
-    assert both < {step.run.kernel.name for step in plan.steps}
+    assert {*FEW_ROWS, "extend_attention_hopper_kernel"} < {step.run.kernel.name for step in plan.steps}
     assert all(needed[name] <= room[name] for name in ("STEPS", "NUMBERS"))
 
 
