@@ -66,6 +66,12 @@ _MANY = {"bs": 1, "lengths": "full", "longest": 1, "prefix": 70_000, "slots": 72
 
 _LONG = {"bs": 2, "lengths": "full", "longest": 150, "prefix": 130, "slots": 600, "q_heads": 2, "kv_heads": 1}
 
+_DRAFTS = {
+    "bs": 2, "lengths": "full", "longest": 6, "prefix": 8192, "slots": 20_000, "q_heads": 16, "kv_heads": 4,
+    "head_dim": 128, "v_head_dim": 128, "cache_dtype": "e4m3", "scales": "tensor",
+}  # fmt: skip
+"""A few tokens of a request behind many keys of fp8, where drafts are verified."""
+
 
 PROOF = Proof(
     oracle=oracle,
@@ -103,6 +109,7 @@ PROOF = Proof(
         Sample("extreme-i32", {"bs": 24, "values": "extreme", "indptr_values": "extreme", "longest": 3, "prefix": 6}),
         Sample("far-slots", {"cache_view": "far", "slots": 6, "longest": 2, "prefix": 1, "bs": 2}, large=True),
         Sample("many-keys", {**_MANY, "head_dim": 64, "v_head_dim": 64, "dtype": "fp32"}, large=True),
+        Sample("e4m3-drafts", _DRAFTS, "feature:fp8_e4m3", large=True),
         Sample(
             "mla-128-heads-in-runs",
             {**_MLA, "q_heads": 128, "bs": 1, "longest": 2, "prefix": 138, **_attention.IN_RUNS},
