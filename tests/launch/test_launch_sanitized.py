@@ -50,7 +50,8 @@ def test_its_tests_pass_under_the_sanitizers(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    tests = [f"tests/launch/test_{name}.py" for name in ("launch_native", "launch_learns", "plans", "call")]
+    names = ("launch_native", "launch_learns", "plans", "plan_graphs", "call")
+    tests = [f"tests/launch/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

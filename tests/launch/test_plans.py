@@ -2,86 +2,22 @@
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
-from launch.rig import BASE, CPU, EMPTY, Driver, Graphs, helper
+from launch.planned import WARM, A, B, Rig, rig, second
+from launch.rig import BASE, CPU, EMPTY, Driver, helper
 from triton import knobs
 
 from hal.backends.cuda import _device
 from hal.ops import BUILTIN, get_spec
 from hal.triton import launch
-from hal.triton.plans import COUNTERS, MOST, STEPS, Counters, Plan, Result, Scratch, Size, Step, key_of, length, plans
+from hal.triton.plans import COUNTERS, MOST, STEPS, Counters, Plan, Result, Step, key_of, length, plans
 
-__all__ = ["helper"]
-
-
-def first(a, b, part, n, m, scale, BLOCK: tl.constexpr):
-    pass
-
-
-def second(a, part, n: tl.int64, BLOCK: tl.constexpr):
-    pass
-
-
-class Rig:
-    """An op of two launches on CPU tensors, whose kernels compile at once to numbers."""
-
-    def __init__(self, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.driver = Driver()
-        helper.drive(CPU, *self.driver.addresses(), knobs.runtime, knobs.compilation, EMPTY)
-        monkeypatch.setattr(launch, "_helper", lambda: helper)
-        monkeypatch.setattr(launch, "lane", lambda: "device")
-        self.slow: list[tuple[str, Any, tuple[Any, ...]]] = []
-        self.prepared: list[tuple[Any, ...]] = []
-        self.made: list[tuple[Any, ...]] = []
-        self.by_python = 0
-
-        def run(bound: launch.Launch, grid: Any, args: tuple[Any, ...], warmup: bool = False) -> None:
-            (self.prepared if warmup else self.slow).append((bound.kernel.name, grid, args))
-            codes = "pppild" if bound.kernel.name == "first" else "ppl"
-            if bound.native is not None:
-                bound.native.add(args, 7 if bound.kernel.name == "first" else 8, 4, 96, True, codes)
-
-        monkeypatch.setattr(launch.Launch, "_run", run)
-        kernels = [launch.jit(do_not_specialize=f)(k) for k, f in ((first, ("n", "m")), (second, ("n",)))]
-
-        def make(a: Any, b: Any, scale: float, mode: int) -> Plan:
-            self.made.append((a, b, scale, mode))
-            if a.shape[0] > MOST:
-                raise ValueError("too long")
-            one, two = (k.bind(BLOCK=64) for k in kernels)
-            part = Scratch(length("a", times=4))
-            n = length("a", by=3, per=2)
-            return Plan(
-                (
-                    Step(one, length("b", per=16) + 1, ("a", "b", Scratch(Size()), n, mode, "scale")),
-                    Step(two, length("b"), ("b", part, length("b", times=2)), (("b", 64, 2**31),)),
-                ),
-                length("a", times=8),
-            )
-
-        self.plans = plans(make)
-        lent = torch.zeros(4096, dtype=torch.float32, device="cpu")
-
-        def workspace(device: torch.device, size: int) -> torch.Tensor:
-            self.by_python += 1
-            self.plans._scratch = {(0, 0): lent}
-            return lent
-
-        monkeypatch.setattr(self.plans, "_workspace", workspace)
-        self.lent = lent
-
-    def __call__(self, a: Any, b: Any, scale: Any = 0.5, mode: Any = 3) -> list[Any]:
-        """What the driver was told; of calls that went by Python, nothing."""
-        self.driver.started.clear()
-        self.driver.count = {7: 6, 8: 3}
-        self.plans.start(a, b, scale, mode)
-        return [(f, c[:3]) for f, c, _ in self.driver.started]
+__all__ = ["helper", "rig"]
 
 
 def changed(rig: Rig, change: Callable[[tuple[Step, ...]], tuple[Step, ...]]) -> None:
@@ -93,15 +29,6 @@ def changed(rig: Rig, change: Callable[[tuple[Step, ...]], tuple[Step, ...]]) ->
         return plan._replace(steps=change(plan.steps))
 
     rig.plans.make = changed
-
-
-@pytest.fixture
-def rig(helper: Any, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(helper, monkeypatch)
-
-
-A, B = BASE[:256].view(8, 32), BASE[256:384]
-WARM = [(7, (9, 1, 1)), (8, (128, 1, 1))]
 
 
 def test_a_warm_call_starts_what_the_first_one_did(rig: Rig) -> None:
@@ -383,140 +310,3 @@ def test_c_starts_what_every_op_plans(helper: Any, monkeypatch: pytest.MonkeyPat
         assert made.by_python == known
         assert driver.started
     launch.forget()
-
-
-# --- launches as a graph ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(helper: Any, rig: Rig) -> Iterator[Graphs]:
-    """What the driver is told of graphs, for a call of two launches that are begun as one up to 128 of b."""
-    told = Graphs(rig.driver)
-    helper.drive(CPU, *rig.driver.addresses(), knobs.runtime, knobs.compilation, EMPTY, 0, told.addresses())
-    make = rig.plans.make
-    rig.plans.make = lambda *args: make(*args)._replace(as_graph=length("b").within(128))
-    yield told
-    assert not told.wrong
-    assert told.mode == 0
-
-
-def test_a_brief_call_s_launches_are_begun_as_a_graph(helper: Any, rig: Rig, graphs: Graphs) -> None:
-    """With the parameters and programs of each call, and as their launches would follow each other."""
-    rig(A, B)
-    assert not graphs.made
-    assert helper.graphs() == 0
-    assert rig(A, B) == []
-    assert (graphs.of, graphs.made, graphs.destroyed) == ([[7, 8]], [[(101, 102, 1)]], [])
-    ((graph, stream, (one, two)),) = graphs.launched
-    assert (graph, stream) == (1, None)
-    assert (one[:2], two[:2]) == ((7, (9, 1, 1, 128, 96)), (8, (128, 1, 1, 128, 96)))
-    of_first, of_second = ([int.from_bytes(v, "little") for v in node[2]] for node in (one, two))
-    assert of_first[:3] == [A.data_ptr(), B.data_ptr(), rig.lent[COUNTERS:].data_ptr()]
-    assert of_second == [B.data_ptr(), rig.lent[COUNTERS + 32 :].data_ptr(), 256]
-    assert rig(BASE[512:544].view(1, 32), BASE[128:224], 0.25) == []
-    _, (_, _, (one, two)) = graphs.launched
-    assert (one[1][0], two[1][0]) == (7, 96)
-    assert int.from_bytes(one[2][0], "little") == BASE[512:].data_ptr()
-    assert len(graphs.made) == helper.graphs() == 1
-
-
-def test_other_calls_are_launched_one_by_one(rig: Rig, graphs: Graphs) -> None:
-    """A longer one; one of whose launches one alone is due; one that is captured."""
-    rig(A, B)
-    assert [f for f, _ in rig(A, BASE[256:385])] == [7, 8]
-    assert [f for f, _ in rig(A, BASE[256:320])] == [7]
-    rig.driver.capturing = 1
-    assert [f for f, _ in rig(A, B)] == [7, 8]
-    assert not graphs.made
-
-
-def test_without_scratch_no_graph_is_made(rig: Rig, graphs: Graphs) -> None:
-    """Nothing else keeps other threads out, and captures."""
-    make = rig.plans.make
-    rig.plans.make = lambda *args: make(*args)._replace(
-        scratch=None, steps=(Step(make(*args).steps[1].run, length("b"), ("b", "a", length("b"))),) * 2
-    )
-    rig(A, B)
-    assert [f for f, _ in rig(A, B)] == [8, 8]
-    assert not graphs.made
-
-
-@pytest.mark.parametrize("what", ["create", "add", "connect", "instantiate", "exchange", "priority", "partition"])
-def test_where_the_driver_makes_no_graph_they_are_launched(helper: Any, rig: Rig, graphs: Graphs, what: str) -> None:
-    """From then on, without asking it again."""
-    rig(A, B)
-    graphs.fails[what] = 801
-    assert rig(A, B) == WARM
-    graphs.fails.clear()
-    again = what == "exchange"  # of which it has not asked for a graph
-    assert rig(A, B) == ([] if again else WARM)
-    assert len(graphs.launched) == helper.graphs() == again
-    assert graphs.destroyed == ([1] if what in ("add", "connect", "instantiate") else [])
-
-
-@pytest.mark.parametrize("stream", [{"priority": -1}, {"partition": 77}], ids=str)
-def test_what_a_stream_has_that_a_graph_would_not_is_launched(
-    rig: Rig, graphs: Graphs, stream: dict[str, int | None]
-) -> None:
-    """A priority; a part of the multiprocessors, as where prompts and decoding share a GPU."""
-    graphs.stream |= stream
-    rig(A, B)
-    assert rig(A, B) == rig(A, B) == WARM
-    assert not graphs.made
-
-
-def test_parameters_that_a_graph_does_not_take_are_launched(rig: Rig, graphs: Graphs) -> None:
-    rig(A, B)
-    graphs.fails["change"] = 910
-    assert rig(A, B) == WARM
-    graphs.fails.clear()
-    assert rig(A, B) == []
-    assert len(graphs.launched) == 1
-
-
-def test_a_graph_that_fails_is_told_and_nothing_is_launched_twice(rig: Rig, graphs: Graphs) -> None:
-    rig(A, B)
-    graphs.fails["launch"] = 719
-    with pytest.raises(RuntimeError, match="cuGraphLaunch: error 719"):
-        rig(A, B)
-    assert not rig.driver.started
-
-
-def test_every_pair_of_kernels_has_a_graph_of_its_own_while_there_is_room(rig: Rig, graphs: Graphs) -> None:
-    make = rig.plans.make
-
-    def starts(*which: int) -> list[Any]:
-        def made(*args: Any) -> Plan:
-            plan = make(*args)
-            return plan._replace(steps=tuple(plan.steps[i] for i in which))
-
-        rig.plans.make = made
-        rig.plans.clear()
-        rig(A, B)
-        return [f for f, _ in rig(A, B)]
-
-    assert starts(0, 1) == starts(1, 0) == starts(1, 0, 1) == starts(0, 1) == []
-    assert graphs.of == [[7, 8], [8, 7], [8, 7, 8]]
-    assert graphs.made == [[(101, 102, 1)], [(201, 202, 1)], [(301, 302, 1), (302, 303, 1)]]
-    assert [graph for graph, _, _ in graphs.launched] == [1, 2, 3, 1]
-    assert starts(1, 1, 1, 1, 1) == [8] * 5
-
-
-def test_threads_launch_a_graph_one_at_a_time(rig: Rig, graphs: Graphs) -> None:
-    """One that sets its parameters must not find another's half set."""
-    rig(A, B)
-    rig(A, B)
-    graphs.launched.clear()
-    others = [(A, B), (BASE[512:544].view(1, 32), BASE[128:224])]
-
-    def calls(own: tuple[Any, Any]) -> None:
-        for _ in range(50):
-            rig.plans.start(*own, 0.5, 3)
-
-    threads = [threading.Thread(target=calls, args=(others[i % 2],)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    grids = [tuple(node[1][0] for node in nodes) for _, _, nodes in graphs.launched]
-    assert sorted(grids) == [(7, 96)] * 100 + [(9, 128)] * 100

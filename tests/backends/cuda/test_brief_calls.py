@@ -1,6 +1,6 @@
 """Attention calls that a host is too slow for: their launches are begun as one graph, whose results are theirs.
 
-Without a GPU: which calls those are; how graphs are made and set: ``tests/launch/test_plans.py``. On a GPU
+Without a GPU: which calls those are; how graphs are made and set: ``tests/launch/test_plan_graphs.py``. On a GPU
 (``ci/h200``): on several streams, from several threads, with hundreds under way, beside a captured graph of launches.
 """
 
