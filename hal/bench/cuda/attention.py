@@ -45,7 +45,8 @@ MIXED_EXTEND = (
 FEW = ((1, 4, 4092), (1, 4, 8188), (1, 4, 32764), (1, 16, 8176), (8, 4, 4092), (1, 64, 8128), (1, 256, 7936))
 """The same, of few requests with few tokens behind many: drafts to verify, a turn of a conversation."""
 OVER_FP8 = (
-    *((HEADS, *case) for case in ((1, 4, 8188), (8, 4, 4092), (32, 4, 4092), (8, 8, 4088))),
+    *((HEADS, *case) for case in ((1, 4, 8188), (8, 4, 4092), (32, 4, 4092), (8, 8, 4088), (32, 8, 4088))),
+    *(((heads, kv_heads, 128), 8, new, 4096 - new) for heads, kv_heads, new in ((64, 8, 4), (32, 4, 4), (96, 8, 2))),
     *(((16, 8, 256), *case) for case in ((8, 4, 4092), (1, 4096, 0))),
 )
 """Heads, then the same, over e4m3."""
