@@ -38,7 +38,7 @@ FEW_STAGES = 2
 """Tiles of keys and of values under way there."""
 FEW_PER_SM = 4
 """Programs a multiprocessor that keys are split for there: as many as run at once by `FEW_REGISTERS`. Three, of three
-tiles under way and more registers, took 2 to 28 % more."""
+tiles under way and more registers, took 3 to 28 % more."""
 FEW_REGISTERS = 128
 """Of a thread."""
 FEW_KEYS = 1 << 16

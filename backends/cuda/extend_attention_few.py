@@ -258,9 +258,7 @@ def extend_attention_few_kernel(
         tile, begin, low, high, sees = part_of(
             qo_indptr, kv_indptr, request, c, before, falls, n, nnz, chunk, TOKENS, CAUSAL, KEYS, window, WINDOW
         )
-        # More than there are tokens: as it ran on a device.
-        each = gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
-        note_tile(part_lse, each, tile, c, falls, n, programs, LINES)
+        note_tile(part_lse, few, tile, c, falls, n, programs, LINES)
         parts = tile[4]
         row = tile[0].to(gl.int64)
         columns = tile[1] * GROUP

@@ -104,10 +104,11 @@ def test_right(form: str) -> None:
 
 
 @pytest.mark.skipif(not HOPPER or INTERPRETED, reason="needs a Hopper GPU")
-def test_logits_that_grow_from_tile_to_tile() -> None:
-    """Each tile's outgrow what weights are measured by, so that all sums shrink each time."""
-    from hal.backends.cuda import extend_attention
+def test_logits_that_grow_from_tile_to_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of some tiles outgrow what weights are measured by, so that all sums shrink each time. Parts are long."""
+    from hal.backends.cuda import decode_attention, extend_attention
 
+    monkeypatch.setattr(decode_attention, "_sms", lambda device: 1)
     args = made("plain")
     k = args["k_cache"].float()
     steps = torch.linspace(0.05, 1.0, len(k)).reshape(-1, *[1] * (k.ndim - 1))
